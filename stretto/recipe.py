@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import difflib
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,11 +35,11 @@ class _Section(BaseModel):
 class Run(_Section):
     """Who this run is and where it keeps its files."""
 
-    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
+    name: str = Field(default="run", pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
     """Name of the run; the prefix of its keys in Redis."""
     folder: Path = Path("runs/run")
     """Checkpoints, logs, metrics, generated data and the embedded server's files."""
-    seed: int = Field(0, ge=0, lt=2**31)
+    seed: int = Field(default=0, ge=0, lt=2**31)
     """Seeds shuffling, sampling and initialisation."""
     durability: Literal["normal", "strict"] = "normal"
     """strict: refuse to start on a Redis without append-only persistence."""
@@ -75,7 +75,7 @@ class Data(_Section):
     """Name of the data set a row belongs to; metrics are grouped by it."""
     chat_template: Literal["auto", "always", "never"] = "auto"
     """auto: messages go through the tokenizer's template, text does not."""
-    max_prompt_tokens: int = Field(1024, ge=1)
+    max_prompt_tokens: int = Field(default=1024, ge=1)
     """Longer prompts are skipped, counted and reported at start."""
     shuffle: bool = True
     """Each epoch is a permutation of (run.seed, epoch)."""
@@ -84,38 +84,38 @@ class Data(_Section):
 class Sampling(_Section):
     """How training answers are drawn."""
 
-    group_size: int = Field(8, ge=1, le=1024)
+    group_size: int = Field(default=8, ge=1, le=1024)
     """Trajectories per prompt (n)."""
-    temperature: float = Field(1.0, ge=0, le=100)
+    temperature: float = Field(default=1.0, ge=0, le=100)
     """The trainer divides logits by it too."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus mass; 1 = off. Below 1 log-probs are of the truncated distribution and training on them is biased."""
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(default=0, ge=0)
     """0 = off."""
-    max_new_tokens: int = Field(256, ge=1)
+    max_new_tokens: int = Field(default=256, ge=1)
     """Response budget."""
 
 
 class Validation(_Section):
     """How the policy is judged on held-out prompts."""
 
-    every_steps: int = Field(10, ge=0)
+    every_steps: int = Field(default=10, ge=0)
     """0 = only at start and end."""
     at_start: bool = True
     """Judge the version the run starts from."""
     at_end: bool = True
     """Judge the last version before the run is done."""
-    max_prompts: int = Field(256, ge=0)
+    max_prompts: int = Field(default=256, ge=0)
     """First k rows of the validation file; 0 = all."""
-    group_size: int = Field(1, ge=1, le=1024)
+    group_size: int = Field(default=1, ge=1, le=1024)
     """Sessions per prompt (n of mean@n)."""
-    temperature: float = Field(1.0, ge=0, le=100)
+    temperature: float = Field(default=1.0, ge=0, le=100)
     """0 = greedy."""
-    top_p: float = Field(1.0, gt=0, le=1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
     """Nucleus mass; 1 = off."""
-    top_k: int = Field(0, ge=0)
+    top_k: int = Field(default=0, ge=0)
     """0 = off."""
-    deadline_s: float = Field(600.0, gt=0)
+    deadline_s: float = Field(default=600.0, gt=0)
     """After it, what is missing counts as failed."""
 
 
@@ -124,9 +124,9 @@ class Reward(_Section):
 
     function: str = "stretto.rewards:exact_match"
     """Dotted name module:function or module.function; see stretto/rewards.py for its signature."""
-    workers: int = Field(1, ge=1, le=256)
+    workers: int = Field(default=1, ge=1, le=256)
     """Processes per replica that run it."""
-    deadline_s: float = Field(10.0, gt=0)
+    deadline_s: float = Field(default=10.0, gt=0)
     """Per answer; after it the session fails and the worker is replaced."""
 
 
@@ -137,11 +137,11 @@ class Scheduler(_Section):
     """host:port of its gRPC server."""
     metrics_listen: str = "127.0.0.1:0"
     """host:port of /metrics; port 0 = any free one, logged at start."""
-    batch_groups: int = Field(32, ge=1)
+    batch_groups: int = Field(default=32, ge=1)
     """Groups per train step."""
-    max_lag: int = Field(2, ge=0, le=1024)
+    max_lag: int = Field(default=2, ge=0, le=1024)
     """Greatest trainer version minus the version that began a group; 0 = synchronous."""
-    window: int | None = Field(None, ge=1)
+    window: int | None = Field(default=None, ge=1)
     """Prompts that may be un-trained at once; default and most (max_lag + 1) x batch_groups."""
     stragglers: Literal["wait", "drop"] = "wait"
     """A group about to exceed max_lag: wait for it, or evict it and admit one other."""
@@ -149,15 +149,15 @@ class Scheduler(_Section):
     """zero_variance: evict groups whose rewards are all equal, refilled one for one (DAPO's dynamic sampling)."""
     partial_rollout: bool = True
     """Partial answers of lost or returned leases are continued instead of regenerated."""
-    lease_s: float = Field(60.0, gt=0)
+    lease_s: float = Field(default=60.0, gt=0)
     """A lease not renewed by a heartbeat for this long is issued again."""
-    heartbeat_s: float = Field(1.0, gt=0)
+    heartbeat_s: float = Field(default=1.0, gt=0)
     """How often replicas report."""
-    group_deadline_s: float = Field(600.0, gt=0)
+    group_deadline_s: float = Field(default=600.0, gt=0)
     """From a lease to its end, renewed or not; after it the attempt failed."""
-    attempts_max: int = Field(3, ge=1)
+    attempts_max: int = Field(default=3, ge=1)
     """Attempts of a prompt before it fails for good and is replaced."""
-    wait_max_s: float = Field(20.0, gt=0, le=30)
+    wait_max_s: float = Field(default=20.0, gt=0, le=30)
     """Longest a long poll is held open."""
 
 
@@ -170,19 +170,19 @@ class Rollout(_Section):
     """host:port of /metrics."""
     advertise: str | None = None
     """Host name others reach it by; default the host it listens on."""
-    replicas: int = Field(1, ge=0, le=64)
+    replicas: int = Field(default=1, ge=0, le=64)
     """Replica processes `stretto run` starts; compose uses --scale."""
     engine: Literal["torch"] = "torch"
     """torch: built in, any full-attention Hugging Face causal LM on CPU or GPU."""
     device: str = "auto"
     """auto, cpu, cuda, npu."""
-    slots: int = Field(256, ge=1)
+    slots: int = Field(default=256, ge=1)
     """Sequences generated at once."""
-    prefetch_groups: int = Field(8, ge=0)
+    prefetch_groups: int = Field(default=8, ge=0)
     """Leased groups that wait in the replica so that the engine never idles."""
     update_policy: Literal["in_flight", "abort", "drain"] = "in_flight"
     """New weights arrive: go on with the old KV cache, recompute it, or finish the running answers first."""
-    threads: int = Field(1, ge=1)
+    threads: int = Field(default=1, ge=1)
     """OMP_NUM_THREADS of the process."""
 
 
@@ -195,53 +195,53 @@ class Trainer(_Section):
     """host:port of /metrics."""
     advertise: str | None = None
     """Host name others reach it by; default the host it listens on."""
-    steps: int = Field(100, ge=1)
+    steps: int = Field(default=100, ge=1)
     """Train steps of the run."""
     device: str = "auto"
     """auto, cpu, cuda, npu."""
-    threads: int = Field(1, ge=1)
+    threads: int = Field(default=1, ge=1)
     """OMP_NUM_THREADS of the process."""
-    learning_rate: float = Field(1e-6, gt=0)
+    learning_rate: float = Field(default=1e-6, gt=0)
     """Peak rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """After the warm-up: hold, or decay to min_learning_rate at the last step."""
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
     """Linear from 0."""
-    min_learning_rate: float = Field(0.0, ge=0)
+    min_learning_rate: float = Field(default=0.0, ge=0)
     """Where a decay ends."""
-    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    adam_beta1: float = Field(default=0.9, ge=0, lt=1)
     """AdamW's first-moment decay."""
-    adam_beta2: float = Field(0.95, ge=0, lt=1)
+    adam_beta2: float = Field(default=0.95, ge=0, lt=1)
     """AdamW's second-moment decay."""
-    adam_eps: float = Field(1e-8, gt=0)
+    adam_eps: float = Field(default=1e-8, gt=0)
     """AdamW's epsilon."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled; not on norms and biases."""
-    grad_clip: float = Field(1.0, gt=0)
+    grad_clip: float = Field(default=1.0, gt=0)
     """Global gradient norm."""
-    clip_low: float = Field(0.2, ge=0, lt=1)
+    clip_low: float = Field(default=0.2, ge=0, lt=1)
     """Ratio is clipped below 1 - clip_low."""
-    clip_high: float = Field(0.28, ge=0)
+    clip_high: float = Field(default=0.28, ge=0)
     """Ratio is clipped above 1 + clip_high (DAPO's clip-higher)."""
     correction: Literal["none", "truncated"] = "truncated"
     """Importance weights for tokens of older policies: none, or truncated at correction_cap."""
-    correction_cap: float = Field(2.0, ge=1)
+    correction_cap: float = Field(default=2.0, ge=1)
     """Upper limit of exp(proximal - behaviour) per token."""
     advantage: Literal["grpo", "grpo_no_std"] = "grpo"
     """(r - mean) / (std + 1e-4), or r - mean (Dr.GRPO)."""
-    kl_coef: float = Field(0.0, ge=0)
+    kl_coef: float = Field(default=0.0, ge=0)
     """Weight of the k3 KL estimate to the base weights; 0 = no reference model."""
-    minibatches: int = Field(1, ge=1)
+    minibatches: int = Field(default=1, ge=1)
     """Optimizer steps per train step."""
-    micro_batch_tokens: int = Field(4096, ge=1)
+    micro_batch_tokens: int = Field(default=4096, ge=1)
     """Padded tokens per forward pass."""
     layout: Literal["auto", "shared_prompt", "padded"] = "auto"
     """Rows of the forward pass: a group's prompt once, or each answer with its own; auto shares where the model can."""
-    checkpoint_every_steps: int = Field(10, ge=1)
+    checkpoint_every_steps: int = Field(default=10, ge=1)
     """The last step is always saved."""
-    keep_checkpoints: int = Field(2, ge=1)
+    keep_checkpoints: int = Field(default=2, ge=1)
     """Newest stable ones kept."""
-    sample_deadline_s: float = Field(1800.0, gt=0)
+    sample_deadline_s: float = Field(default=1800.0, gt=0)
     """A batch not ready after this long ends the trainer with the blocker's name."""
 
 
@@ -256,11 +256,11 @@ class WeightSync(_Section):
     """auto: shm between processes that share a host (its socket can be reached), else grpc."""
     socket: Path | None = None
     """Unix socket of the shm backend; default in the run folder, or under the temporary folder if that is too long."""
-    bucket_mb: int = Field(2048, ge=1)
+    bucket_mb: int = Field(default=2048, ge=1)
     """Bytes per digest and per transfer, MiB."""
-    lease_s: float = Field(30.0, gt=0)
+    lease_s: float = Field(default=30.0, gt=0)
     """A reader that takes longer loses its slot."""
-    phase_deadline_s: float = Field(60.0, gt=0)
+    phase_deadline_s: float = Field(default=60.0, gt=0)
     """Limit of each phase of a publish or fetch."""
 
 
@@ -269,9 +269,9 @@ class Redis(_Section):
 
     url: str = ""
     """redis://[:password@]host:port/db; empty = `stretto run` starts an embedded server."""
-    timeout_s: float = Field(5.0, gt=0)
+    timeout_s: float = Field(default=5.0, gt=0)
     """Per command; transitions are repeated with the same operation id until outage_s."""
-    outage_s: float = Field(120.0, gt=0)
+    outage_s: float = Field(default=120.0, gt=0)
     """How long a service waits for a Redis that went away before it gives up."""
 
 
@@ -322,34 +322,52 @@ class Recipe(_Section):
     @model_validator(mode="after")
     def _across(self) -> Recipe:
         """Rules between settings; each message names both values."""
-        s, t, most = self.scheduler, self.trainer, (self.scheduler.max_lag + 1) * self.scheduler.batch_groups
-        for section, made, given, what in (("model", self.model.make, self.model.path, "path"), ("data", self.data.make, self.data.train, "train")):
-            if made is None and given is None:
-                raise ValueError(f"{section}.{what} or {section}.make must be set")
-            if made is not None and given is not None:
-                raise ValueError(f"{section}.make = {made!r} and {section}.{what} = '{given}': set one")
-            if made is not None and made not in TASKS:
-                raise ValueError(f"{section}.make = {made!r} is not one of {list(TASKS)}{_nearest(made, TASKS)}")
-        if s.window is not None and not s.batch_groups <= s.window <= most:
-            raise ValueError(
-                f"scheduler.window = {s.window} must lie between scheduler.batch_groups = {s.batch_groups} and "
-                f"(scheduler.max_lag + 1) x scheduler.batch_groups = {most}: below, no batch fills; above, max_lag cannot hold"
-            )
-        if t.advantage == "grpo" and self.sampling.group_size < 2:
-            raise ValueError(f"trainer.advantage = 'grpo' compares answers of one prompt: sampling.group_size = {self.sampling.group_size} must be at least 2")
-        if s.batch_groups % t.minibatches:
-            raise ValueError(f"scheduler.batch_groups = {s.batch_groups} must be a multiple of trainer.minibatches = {t.minibatches}")
-        if self.sampling.group_size > self.rollout.slots:
-            raise ValueError(f"rollout.slots = {self.rollout.slots} must be at least sampling.group_size = {self.sampling.group_size}")
-        if t.warmup_steps > t.steps:
-            raise ValueError(f"trainer.warmup_steps = {t.warmup_steps} is more than trainer.steps = {t.steps}")
-        if t.min_learning_rate > t.learning_rate:
-            raise ValueError(f"trainer.min_learning_rate = {t.min_learning_rate} is more than trainer.learning_rate = {t.learning_rate}")
-        if s.heartbeat_s * 3 > s.lease_s:
-            raise ValueError(f"scheduler.lease_s = {s.lease_s} must be at least 3 x scheduler.heartbeat_s = {s.heartbeat_s}")
-        if self.sampling.temperature == 0 and self.sampling.group_size > 1:
-            raise ValueError(f"sampling.temperature = 0 makes all sampling.group_size = {self.sampling.group_size} answers equal: nothing to learn")
+        for broken in (*_sources(self), *_window(self), *_learning(self), *_times(self)):
+            raise ValueError(broken)
         return self
+
+
+def _sources(r: Recipe) -> Iterator[str]:
+    for section, made, given, what in (("model", r.model.make, r.model.path, "path"), ("data", r.data.make, r.data.train, "train")):
+        if made is None and given is None:
+            yield f"{section}.{what} or {section}.make must be set"
+        if made is not None and given is not None:
+            yield f"{section}.make = {made!r} and {section}.{what} = '{given}': set one"
+        if made is not None and made not in TASKS:
+            yield f"{section}.make = {made!r} is not one of {list(TASKS)}{_nearest(made, TASKS)}"
+
+
+def _window(r: Recipe) -> Iterator[str]:
+    s, most = r.scheduler, (r.scheduler.max_lag + 1) * r.scheduler.batch_groups
+    if s.window is not None and not s.batch_groups <= s.window <= most:
+        yield (
+            f"scheduler.window = {s.window} must lie between scheduler.batch_groups = {s.batch_groups} and "
+            f"(scheduler.max_lag + 1) x scheduler.batch_groups = {most}: below, no batch fills; above, max_lag cannot hold"
+        )
+    if s.batch_groups % r.trainer.minibatches:
+        yield f"scheduler.batch_groups = {s.batch_groups} must be a multiple of trainer.minibatches = {r.trainer.minibatches}"
+    if r.sampling.group_size > r.rollout.slots:
+        yield f"rollout.slots = {r.rollout.slots} must be at least sampling.group_size = {r.sampling.group_size}"
+
+
+def _learning(r: Recipe) -> Iterator[str]:
+    t, n = r.trainer, r.sampling.group_size
+    if t.advantage == "grpo" and n < 2:
+        yield f"trainer.advantage = 'grpo' compares the answers of one prompt: sampling.group_size = {n} must be at least 2"
+    if r.sampling.temperature == 0 and n > 1:
+        yield f"sampling.temperature = 0 makes all sampling.group_size = {n} answers equal: nothing to learn"
+    if t.warmup_steps > t.steps:
+        yield f"trainer.warmup_steps = {t.warmup_steps} is more than trainer.steps = {t.steps}"
+    if t.min_learning_rate > t.learning_rate:
+        yield f"trainer.min_learning_rate = {t.min_learning_rate} is more than trainer.learning_rate = {t.learning_rate}"
+
+
+def _times(r: Recipe) -> Iterator[str]:
+    s = r.scheduler
+    if s.heartbeat_s * 3 > s.lease_s:
+        yield f"scheduler.lease_s = {s.lease_s} must be at least 3 x scheduler.heartbeat_s = {s.heartbeat_s}"
+    if s.lease_s > s.group_deadline_s:
+        yield f"scheduler.lease_s = {s.lease_s} is more than scheduler.group_deadline_s = {s.group_deadline_s}"
 
 
 def _nearest(word: str, known: Iterable[str]) -> str:

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class RolloutServiceStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """One replica, for people and tools; training work reaches a replica by its own LeasePrompts calls.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -47,7 +48,8 @@ class RolloutServiceStub(object):
 
 
 class RolloutServiceServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """One replica, for people and tools; training work reaches a replica by its own LeasePrompts calls.
+    """
 
     def Generate(self, request, context):
         """Samples with the weights held now; streams tokens as they are made. Not idempotent. Deadline: the caller's.
@@ -57,7 +59,7 @@ class RolloutServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """Idempotent.
+        """What the replica holds and does. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -85,7 +87,8 @@ def add_RolloutServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class RolloutService(object):
-    """Missing associated documentation comment in .proto file."""
+    """One replica, for people and tools; training work reaches a replica by its own LeasePrompts calls.
+    """
 
     @staticmethod
     def Generate(request,

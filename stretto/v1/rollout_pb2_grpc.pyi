@@ -29,6 +29,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class RolloutServiceStub:
+    """One replica, for people and tools; training work reaches a replica by its own LeasePrompts calls."""
+
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
@@ -36,17 +38,21 @@ class RolloutServiceStub:
     Generate: _grpc.UnaryStreamMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]
     """Samples with the weights held now; streams tokens as they are made. Not idempotent. Deadline: the caller's."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_rollout_pb2.RolloutServiceGetStatusRequest, _rollout_pb2.RolloutServiceGetStatusResponse]
-    """Idempotent."""
+    """What the replica holds and does. Idempotent."""
 
 @_typing.type_check_only
 class RolloutServiceAsyncStub(RolloutServiceStub):
+    """One replica, for people and tools; training work reaches a replica by its own LeasePrompts calls."""
+
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_rollout_pb2.GenerateRequest, _rollout_pb2.GenerateResponse]  # type: ignore[assignment]
     """Samples with the weights held now; streams tokens as they are made. Not idempotent. Deadline: the caller's."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_rollout_pb2.RolloutServiceGetStatusRequest, _rollout_pb2.RolloutServiceGetStatusResponse]  # type: ignore[assignment]
-    """Idempotent."""
+    """What the replica holds and does. Idempotent."""
 
 class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
+    """One replica, for people and tools; training work reaches a replica by its own LeasePrompts calls."""
+
     @_abc_1.abstractmethod
     def Generate(
         self,
@@ -61,6 +67,6 @@ class RolloutServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _rollout_pb2.RolloutServiceGetStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_rollout_pb2.RolloutServiceGetStatusResponse, _abc.Awaitable[_rollout_pb2.RolloutServiceGetStatusResponse]]:
-        """Idempotent."""
+        """What the replica holds and does. Idempotent."""
 
 def add_RolloutServiceServicer_to_server(servicer: RolloutServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -899,7 +899,7 @@ Global___GetEvaluationResponse: _TypeAlias = GetEvaluationResponse  # noqa: Y015
 
 @_typing.final
 class Evaluation(_message.Message):
-    """One validation, SEEDS of honesty: a session that failed counts as wrong."""
+    """The outcome of one validation. A session that failed or never came back counts as wrong."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class SchedulerServiceStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """Which prompt next, and may it start now. Served by one scheduler process per run; every caller dials in.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -127,11 +128,12 @@ class SchedulerServiceStub(object):
 
 
 class SchedulerServiceServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """Which prompt next, and may it start now. Served by one scheduler process per run; every caller dials in.
+    """
 
     def LeasePrompts(self, request, context):
         """Work for a replica. Long poll: waits up to wait_s for at least one lease. Idempotent by operation_id.
-        Also refuses nothing silently: `wait_reason` names why no lease was granted.
+        When none is granted, `wait_reason` says why.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -217,7 +219,8 @@ class SchedulerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Resume(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Grants leases again. Idempotent.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -359,7 +362,8 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SchedulerService(object):
-    """Missing associated documentation comment in .proto file."""
+    """Which prompt next, and may it start now. Served by one scheduler process per run; every caller dials in.
+    """
 
     @staticmethod
     def LeasePrompts(request,

@@ -31,13 +31,15 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class SchedulerServiceStub:
+    """Which prompt next, and may it start now. Served by one scheduler process per run; every caller dials in."""
+
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> SchedulerServiceAsyncStub: ...
     LeasePrompts: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.LeasePromptsRequest, _scheduler_pb2.LeasePromptsResponse]
     """Work for a replica. Long poll: waits up to wait_s for at least one lease. Idempotent by operation_id.
-    Also refuses nothing silently: `wait_reason` names why no lease was granted.
+    When none is granted, `wait_reason` says why.
     """
     ReportTrajectories: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ReportTrajectoriesRequest, _scheduler_pb2.ReportTrajectoriesResponse]
     """Ends of trajectories, several prompts in one call. Idempotent per (prompt, index): the first end counts."""
@@ -66,6 +68,7 @@ class SchedulerServiceStub:
     Pause: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.PauseRequest, _scheduler_pb2.PauseResponse]
     """No new lease is granted until Resume; running work goes on. Idempotent."""
     Resume: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.ResumeRequest, _scheduler_pb2.ResumeResponse]
+    """Grants leases again. Idempotent."""
     SetWindow: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.SetWindowRequest, _scheduler_pb2.SetWindowResponse]
     """Changes the window (prompts). Shrinking drops nothing. Idempotent."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.GetStatusRequest, _scheduler_pb2.GetStatusResponse]
@@ -79,10 +82,12 @@ class SchedulerServiceStub:
 
 @_typing.type_check_only
 class SchedulerServiceAsyncStub(SchedulerServiceStub):
+    """Which prompt next, and may it start now. Served by one scheduler process per run; every caller dials in."""
+
     def __init__(self, channel: _aio.Channel) -> None: ...
     LeasePrompts: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.LeasePromptsRequest, _scheduler_pb2.LeasePromptsResponse]  # type: ignore[assignment]
     """Work for a replica. Long poll: waits up to wait_s for at least one lease. Idempotent by operation_id.
-    Also refuses nothing silently: `wait_reason` names why no lease was granted.
+    When none is granted, `wait_reason` says why.
     """
     ReportTrajectories: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ReportTrajectoriesRequest, _scheduler_pb2.ReportTrajectoriesResponse]  # type: ignore[assignment]
     """Ends of trajectories, several prompts in one call. Idempotent per (prompt, index): the first end counts."""
@@ -111,6 +116,7 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     Pause: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.PauseRequest, _scheduler_pb2.PauseResponse]  # type: ignore[assignment]
     """No new lease is granted until Resume; running work goes on. Idempotent."""
     Resume: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.ResumeRequest, _scheduler_pb2.ResumeResponse]  # type: ignore[assignment]
+    """Grants leases again. Idempotent."""
     SetWindow: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.SetWindowRequest, _scheduler_pb2.SetWindowResponse]  # type: ignore[assignment]
     """Changes the window (prompts). Shrinking drops nothing. Idempotent."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.GetStatusRequest, _scheduler_pb2.GetStatusResponse]  # type: ignore[assignment]
@@ -123,6 +129,8 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     """Proves I1 to I3 from the store. Idempotent."""
 
 class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
+    """Which prompt next, and may it start now. Served by one scheduler process per run; every caller dials in."""
+
     @_abc_1.abstractmethod
     def LeasePrompts(
         self,
@@ -130,7 +138,7 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.LeasePromptsResponse, _abc.Awaitable[_scheduler_pb2.LeasePromptsResponse]]:
         """Work for a replica. Long poll: waits up to wait_s for at least one lease. Idempotent by operation_id.
-        Also refuses nothing silently: `wait_reason` names why no lease was granted.
+        When none is granted, `wait_reason` says why.
         """
 
     @_abc_1.abstractmethod
@@ -230,7 +238,8 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _scheduler_pb2.ResumeRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_scheduler_pb2.ResumeResponse, _abc.Awaitable[_scheduler_pb2.ResumeResponse]]: ...
+    ) -> _typing.Union[_scheduler_pb2.ResumeResponse, _abc.Awaitable[_scheduler_pb2.ResumeResponse]]:
+        """Grants leases again. Idempotent."""
 
     @_abc_1.abstractmethod
     def SetWindow(

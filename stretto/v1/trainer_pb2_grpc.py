@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class TrainerServiceStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """The trainer's rank 0, for people and tools; its own work is driven by SampleBatch.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -47,10 +48,11 @@ class TrainerServiceStub(object):
 
 
 class TrainerServiceServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """The trainer's rank 0, for people and tools; its own work is driven by SampleBatch.
+    """
 
     def GetStatus(self, request, context):
-        """Idempotent.
+        """What the trainer does now. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -85,7 +87,8 @@ def add_TrainerServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TrainerService(object):
-    """Missing associated documentation comment in .proto file."""
+    """The trainer's rank 0, for people and tools; its own work is driven by SampleBatch.
+    """
 
     @staticmethod
     def GetStatus(request,

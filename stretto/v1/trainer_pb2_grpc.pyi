@@ -27,31 +27,37 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TrainerServiceStub:
+    """The trainer's rank 0, for people and tools; its own work is driven by SampleBatch."""
+
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TrainerServiceAsyncStub: ...
     GetStatus: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.TrainerServiceGetStatusRequest, _trainer_pb2.TrainerServiceGetStatusResponse]
-    """Idempotent."""
+    """What the trainer does now. Idempotent."""
     SaveCheckpoint: _grpc.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]
     """Saves a checkpoint after the step in progress; answers when it is durable. Idempotent by operation_id."""
 
 @_typing.type_check_only
 class TrainerServiceAsyncStub(TrainerServiceStub):
+    """The trainer's rank 0, for people and tools; its own work is driven by SampleBatch."""
+
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetStatus: _aio.UnaryUnaryMultiCallable[_trainer_pb2.TrainerServiceGetStatusRequest, _trainer_pb2.TrainerServiceGetStatusResponse]  # type: ignore[assignment]
-    """Idempotent."""
+    """What the trainer does now. Idempotent."""
     SaveCheckpoint: _aio.UnaryUnaryMultiCallable[_trainer_pb2.SaveCheckpointRequest, _trainer_pb2.SaveCheckpointResponse]  # type: ignore[assignment]
     """Saves a checkpoint after the step in progress; answers when it is durable. Idempotent by operation_id."""
 
 class TrainerServiceServicer(metaclass=_abc_1.ABCMeta):
+    """The trainer's rank 0, for people and tools; its own work is driven by SampleBatch."""
+
     @_abc_1.abstractmethod
     def GetStatus(
         self,
         request: _trainer_pb2.TrainerServiceGetStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_trainer_pb2.TrainerServiceGetStatusResponse, _abc.Awaitable[_trainer_pb2.TrainerServiceGetStatusResponse]]:
-        """Idempotent."""
+        """What the trainer does now. Idempotent."""
 
     @_abc_1.abstractmethod
     def SaveCheckpoint(

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class WeightSyncServiceStub(object):
-    """Missing associated documentation comment in .proto file."""
+    """The relay between one trainer and any number of replicas.
+    """
 
     def __init__(self, channel):
         """Constructor.
@@ -82,7 +83,8 @@ class WeightSyncServiceStub(object):
 
 
 class WeightSyncServiceServicer(object):
-    """Missing associated documentation comment in .proto file."""
+    """The relay between one trainer and any number of replicas.
+    """
 
     def PreparePublish(self, request, context):
         """Reserves a slot for a new version. An older trainer epoch is fenced. Idempotent per WeightsId.
@@ -141,7 +143,7 @@ class WeightSyncServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """Idempotent.
+        """Versions, readers, memory and backends. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -204,7 +206,8 @@ def add_WeightSyncServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class WeightSyncService(object):
-    """Missing associated documentation comment in .proto file."""
+    """The relay between one trainer and any number of replicas.
+    """
 
     @staticmethod
     def PreparePublish(request,

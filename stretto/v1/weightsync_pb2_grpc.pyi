@@ -34,6 +34,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class WeightSyncServiceStub:
+    """The relay between one trainer and any number of replicas."""
+
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
@@ -55,10 +57,12 @@ class WeightSyncServiceStub:
     Release: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.ReleaseRequest, _weightsync_pb2.ReleaseResponse]
     """Ends a lease and says how loading went. Idempotent."""
     GetStatus: _grpc.UnaryUnaryMultiCallable[_weightsync_pb2.WeightSyncServiceGetStatusRequest, _weightsync_pb2.WeightSyncServiceGetStatusResponse]
-    """Idempotent."""
+    """Versions, readers, memory and backends. Idempotent."""
 
 @_typing.type_check_only
 class WeightSyncServiceAsyncStub(WeightSyncServiceStub):
+    """The relay between one trainer and any number of replicas."""
+
     def __init__(self, channel: _aio.Channel) -> None: ...
     PreparePublish: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.PreparePublishRequest, _weightsync_pb2.PreparePublishResponse]  # type: ignore[assignment]
     """Reserves a slot for a new version. An older trainer epoch is fenced. Idempotent per WeightsId."""
@@ -77,9 +81,11 @@ class WeightSyncServiceAsyncStub(WeightSyncServiceStub):
     Release: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.ReleaseRequest, _weightsync_pb2.ReleaseResponse]  # type: ignore[assignment]
     """Ends a lease and says how loading went. Idempotent."""
     GetStatus: _aio.UnaryUnaryMultiCallable[_weightsync_pb2.WeightSyncServiceGetStatusRequest, _weightsync_pb2.WeightSyncServiceGetStatusResponse]  # type: ignore[assignment]
-    """Idempotent."""
+    """Versions, readers, memory and backends. Idempotent."""
 
 class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
+    """The relay between one trainer and any number of replicas."""
+
     @_abc_1.abstractmethod
     def PreparePublish(
         self,
@@ -150,6 +156,6 @@ class WeightSyncServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _weightsync_pb2.WeightSyncServiceGetStatusRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_weightsync_pb2.WeightSyncServiceGetStatusResponse, _abc.Awaitable[_weightsync_pb2.WeightSyncServiceGetStatusResponse]]:
-        """Idempotent."""
+        """Versions, readers, memory and backends. Idempotent."""
 
 def add_WeightSyncServiceServicer_to_server(servicer: WeightSyncServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

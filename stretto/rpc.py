@@ -1,0 +1,277 @@
+"""gRPC the way all services use it: serve, connect, deadlines, retries by idempotency, health, drain, errors as classes.
+
+    server                                          wire                                   client
+    handler raises FencedError --_ErrorInterceptor--> FAILED_PRECONDITION + stretto-error --from_rpc_error--> FencedError
+
+Only grpcio and protobuf are imported at module level (the SDK has no more); a server needs grpcio-health-checking and
+grpcio-reflection as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import logging
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import Any, TypeVar, cast
+
+import grpc
+import grpc.aio
+
+from stretto import errors
+from stretto.errors import DeadlineError, InvalidArgumentError, RefusedError, StrettoError, UnavailableError
+
+log = logging.getLogger("stretto.rpc")
+T = TypeVar("T")
+
+MESSAGE_BYTES_MAX = 64 << 20
+"""Largest message either side takes; larger payloads are streamed in chunks."""
+DRAIN_NOTICE_S = 0.3
+"""From NOT_SERVING to the stop of a server: time for clients' health watches to turn away."""
+BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.05, 1.0
+"""Delays between repeats: doubling, with jitter in [0.5, 1]."""
+_ERROR_KEY = "stretto-error"
+
+
+# ------------------------------------------------------------------------------------------------------------ errors
+
+
+def from_rpc_error(err: grpc.RpcError) -> StrettoError:
+    """The StrettoError that the server raised, as the same class; the general class of its code for anything else."""
+    failed = cast(Any, err)  # both flavours of RpcError have these three, the base class has none
+    code, details, trailing = failed.code(), failed.details() or "", failed.trailing_metadata() or ()
+    for key, value in trailing:
+        if key == _ERROR_KEY and (cls := errors.by_name(str(value))) is not None:
+            return cls(details)
+    if code == grpc.StatusCode.CANCELLED:  # a server that stops cancels what is in flight
+        return UnavailableError(details or "the server ended the call")
+    return errors.by_code(code.name)(details or code.name)
+
+
+class _ErrorInterceptor(grpc.aio.ServerInterceptor):
+    """Turns what a handler raises into a status that `from_rpc_error` turns back."""
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        method = str(handler_call_details.method)
+        if handler.response_streaming:
+            make = grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
+            inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
+            wrapped: Any = _guard_stream(inner, method)
+        else:
+            make = grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
+            inner = handler.stream_unary if handler.request_streaming else handler.unary_unary
+            wrapped = _guard_unary(inner, method)
+        return make(wrapped, request_deserializer=handler.request_deserializer, response_serializer=handler.response_serializer)
+
+
+async def _fail(context: Any, method: str, err: Exception) -> None:
+    if isinstance(err, StrettoError):
+        context.set_trailing_metadata(((_ERROR_KEY, type(err).__name__),))
+        await context.abort(getattr(grpc.StatusCode, err.code), err.message)
+    log.error("rpc_failed", exc_info=err, extra={"fields": {"method": method}})
+    await context.abort(grpc.StatusCode.INTERNAL, f"{method}: {type(err).__name__}: {err}")
+
+
+def _guard_unary(inner: Any, method: str) -> Any:
+    async def guarded(request: Any, context: Any) -> Any:
+        try:
+            return await inner(request, context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as err:  # noqa: BLE001 - the edge of the server: everything becomes a status
+            await _fail(context, method, err)
+
+    return guarded
+
+
+def _guard_stream(inner: Any, method: str) -> Any:
+    async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
+        try:
+            answers = inner(request, context)
+            if inspect.isawaitable(answers):
+                await answers
+                return
+            async for answer in answers:
+                yield answer
+        except grpc.aio.AbortError:
+            raise
+        except Exception as err:  # noqa: BLE001 - the edge of the server: everything becomes a status
+            await _fail(context, method, err)
+
+    return guarded
+
+
+# ------------------------------------------------------------------------------------------------------------ server
+
+
+def split_address(address: str, key: str = "address") -> tuple[str, int]:
+    """("host", port) of "host:port". Raises InvalidArgumentError."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise InvalidArgumentError(f"{key} = {address!r}: must be host:port")
+    return host.strip("[]"), int(port)
+
+
+class Server:
+    """A running gRPC server with health and reflection."""
+
+    def __init__(self, server: grpc.aio.Server, health: Any, host: str, port: int) -> None:
+        self._server, self._health = server, health
+        self.host, self.port = host, port
+
+    @property
+    def address(self) -> str:
+        return f"{self.host}:{self.port}"
+
+    async def drain(self, grace_s: float = 5.0) -> None:
+        """Say NOT_SERVING, give clients a moment, let calls in flight end within `grace_s`, stop."""
+        await self._health.enter_graceful_shutdown()
+        await asyncio.sleep(min(DRAIN_NOTICE_S, grace_s))
+        await self._server.stop(grace_s)
+
+    async def wait(self) -> None:
+        await self._server.wait_for_termination()
+
+
+async def serve(
+    listen: str,
+    register: Callable[[grpc.aio.Server], None],
+    services: Sequence[str],
+    *,
+    options: Sequence[tuple[str, Any]] = (),
+) -> Server:
+    """Start a server on "host:port" (port 0 = any) with the servicers that `register` adds.
+
+    `services` are full names ("stretto.v1.RolloutService") for health and reflection. Raises RefusedError when the
+    port is taken: SO_REUSEPORT is off, so two servers never share one silently.
+    """
+    from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+    from grpc_reflection.v1alpha import reflection
+
+    split_address(listen, "listen")
+    server = grpc.aio.server(
+        interceptors=[_ErrorInterceptor()],
+        options=[
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+            ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+            ("grpc.keepalive_permit_without_calls", 1),
+            ("grpc.http2.min_ping_interval_without_data_ms", 5000),
+            ("grpc.http2.max_ping_strikes", 0),
+            *options,
+        ],
+    )
+    register(server)
+    servicer = cast(Any, health).aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+    reflection.enable_server_reflection((*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    try:
+        port = server.add_insecure_port(listen)
+    except RuntimeError as err:
+        raise RefusedError(f"cannot listen on {listen}: {err}; is the port taken?") from None
+    await server.start()
+    for name in ("", *services):
+        await servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+    return Server(server, servicer, listen.rpartition(":")[0], port)
+
+
+# ------------------------------------------------------------------------------------------------------------ client
+
+
+def _options(idempotent: Sequence[str]) -> list[tuple[str, Any]]:
+    """Channel options; `idempotent` are "stretto.v1.SchedulerService/GetStatus" names the channel may retry."""
+    retry = {
+        "maxAttempts": 4,
+        "initialBackoff": "0.05s",
+        "maxBackoff": "1s",
+        "backoffMultiplier": 2,
+        "retryableStatusCodes": ["UNAVAILABLE"],
+    }
+    names = [dict(zip(("service", "method"), name.split("/"), strict=True)) for name in idempotent]
+    config: dict[str, Any] = {"loadBalancingConfig": [{"round_robin": {}}]}
+    if names:
+        config["methodConfig"] = [{"name": names, "retryPolicy": retry}]
+    return [
+        ("grpc.service_config", json.dumps(config)),
+        ("grpc.keepalive_time_ms", 10_000),
+        ("grpc.keepalive_timeout_ms", 3_000),
+        ("grpc.http2.ping_timeout_ms", 3_000),  # without it a hung peer is never noticed
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1_000),
+        ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+        ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ]
+
+
+def connect(target: str, *, idempotent: Sequence[str] = ()) -> grpc.aio.Channel:
+    """An asyncio channel. Every call on it must pass a timeout."""
+    return grpc.aio.insecure_channel(target, options=_options(idempotent))
+
+
+def connect_blocking(target: str, *, idempotent: Sequence[str] = ()) -> grpc.Channel:
+    """A channel for code without an event loop. Every call on it must pass a timeout."""
+    return grpc.insecure_channel(target, options=_options(idempotent))
+
+
+class _Repeats:
+    """When to repeat and how long to wait; logs once when a peer goes away and once when it is back."""
+
+    def __init__(self, deadline_s: float, what: str) -> None:
+        self.what, self.end_s, self.delay_s, self.away = what, time.monotonic() + deadline_s, BACKOFF_FIRST_S, False
+
+    def after(self, err: StrettoError) -> float:
+        """Seconds to sleep before the next try. Raises `err`, or UnavailableError naming `what` once the deadline is over."""
+        if not isinstance(err, UnavailableError | DeadlineError):
+            raise err
+        left_s = self.end_s - time.monotonic()
+        if left_s <= 0:
+            raise type(err)(f"{self.what}: no answer before the deadline: {err.message}") from err
+        if not self.away:
+            self.away = True
+            log.warning("peer_away", extra={"fields": {"what": self.what, "error": err.message}})
+        self.delay_s = min(self.delay_s * 2, BACKOFF_MAX_S)
+        return min(self.delay_s * random.uniform(0.5, 1.0), left_s)
+
+    def answered(self) -> None:
+        if self.away:
+            log.warning("peer_back", extra={"fields": {"what": self.what}})
+
+
+async def retry(call: Callable[[], Awaitable[T]], *, deadline_s: float, what: str) -> T:
+    """Repeat `call` (which must be safe to repeat) while its peer is away, until `deadline_s` has passed.
+
+    Raises the peer's own StrettoError at once, UnavailableError or DeadlineError naming `what` at the deadline.
+    """
+    repeats = _Repeats(deadline_s, what)
+    while True:
+        try:
+            answer = await call()
+        except grpc.RpcError as err:
+            await asyncio.sleep(repeats.after(from_rpc_error(err)))
+        except StrettoError as err:
+            await asyncio.sleep(repeats.after(err))
+        else:
+            repeats.answered()
+            return answer
+
+
+def retry_blocking(call: Callable[[], T], *, deadline_s: float, what: str, sleep: Callable[[float], object] = time.sleep) -> T:
+    """`retry` for code without an event loop. `sleep` may raise to end the wait early (shutdown)."""
+    repeats = _Repeats(deadline_s, what)
+    while True:
+        try:
+            answer = call()
+        except grpc.RpcError as err:
+            sleep(repeats.after(from_rpc_error(err)))
+        except StrettoError as err:
+            sleep(repeats.after(err))
+        else:
+            repeats.answered()
+            return answer
