@@ -1,0 +1,43 @@
+"""Host names, ports and the question whether a port is free."""
+
+from __future__ import annotations
+
+import random
+import socket
+
+from stretto.errors import InvalidArgumentError, UnavailableError
+
+PORTS = range(20000, 32768)
+"""Where ports are chosen: below the range that kernels draw outgoing ports from, so that no client of anybody takes one
+between our restarts."""
+
+
+def split(listen: str) -> tuple[str, int]:
+    """("127.0.0.1", 50051) of "127.0.0.1:50051". Raises InvalidArgumentError."""
+    host, colon, port = listen.rpartition(":")
+    if not colon or not port.isdigit() or int(port) > 65535:
+        raise InvalidArgumentError(f"{listen!r} is not host:port")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def is_free(host: str, port: int) -> bool:
+    """Whether a server could listen there now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: a port in TIME_WAIT is free
+        try:
+            s.bind((host, port))
+            s.listen(1)
+        except OSError:
+            return False
+    return True
+
+
+def free_port(host: str = "127.0.0.1", taken: frozenset[int] = frozenset()) -> int:
+    """A port that is free now and not in `taken`. Nothing holds it: the caller's server may still lose a race."""
+    candidates = random.Random()  # the run's seed must not make two runs choose alike
+    for _ in range(200):
+        port = candidates.choice(PORTS)
+        if port not in taken and is_free(host, port):
+            return port
+    raise UnavailableError(f"no free port on {host} in {PORTS.start}-{PORTS.stop - 1} after 200 tries")
