@@ -1,0 +1,1 @@
+"""Rollout: leases prompts, samples answers with an engine, scores and reports them."""
