@@ -1,23 +1,15 @@
-"""Host names, ports and the question whether a port is free."""
+"""Is this port free, and which one is?"""
 
 from __future__ import annotations
 
 import random
 import socket
 
-from stretto.errors import InvalidArgumentError, UnavailableError
+from stretto.errors import UnavailableError
 
 PORTS = range(20000, 32768)
 """Where ports are chosen: below the range that kernels draw outgoing ports from, so that no client of anybody takes one
 between our restarts."""
-
-
-def split(listen: str) -> tuple[str, int]:
-    """("127.0.0.1", 50051) of "127.0.0.1:50051". Raises InvalidArgumentError."""
-    host, colon, port = listen.rpartition(":")
-    if not colon or not port.isdigit() or int(port) > 65535:
-        raise InvalidArgumentError(f"{listen!r} is not host:port")
-    return host.strip("[]") or "127.0.0.1", int(port)
 
 
 def is_free(host: str, port: int) -> bool:

@@ -16,7 +16,6 @@ import sys
 from datetime import UTC, datetime
 from typing import Any
 
-from stretto import endpoints
 from stretto.errors import UnavailableError
 
 _LEVEL_COLOURS = {"WARNING": "\033[33m", "ERROR": "\033[31m", "CRITICAL": "\033[31m"}
@@ -99,7 +98,9 @@ def serve_metrics(listen: str) -> int:
     """Serve this process's metrics on http://<listen>/metrics from a thread of their own; the port. Raises UnavailableError."""
     from prometheus_client import start_http_server
 
-    host, port = endpoints.split(listen)
+    from stretto.rpc import split_address
+
+    host, port = split_address(listen, "metrics_listen")
     try:
         server, _ = start_http_server(port, host)
     except OSError as err:

@@ -1,0 +1,262 @@
+"""What the SDK answers with: frozen dataclasses, and how each is read from its message.
+
+Fields have the names, units and ranges of the messages in protos/stretto/v1/scheduler.proto; maps become dicts, repeated
+fields tuples, enums lower-case words ("running"), unset messages None.
+"""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from stretto.v1 import rollout_pb2, scheduler_pb2, trainer_pb2, types_pb2
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Occupancy:
+    """Prompts by state; `occupied` = everything not yet trained."""
+
+    window: int
+    occupied: int
+    pending: int
+    running: int
+    finished: int
+    failed: int
+    consumed: int
+    committed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One rollout replica as the scheduler sees it."""
+
+    replica_id: str
+    state: str
+    """starting, waiting_for_weights, running, updating, draining, asleep, dead."""
+    version: int | None
+    """Policy version it holds; None before its first."""
+    address: str
+    slots: int
+    running_sequences: int
+    num_leases: int
+    generated_tokens: int
+    tokens_per_s: float
+    busy_share: float
+    last_heard_s: float
+    num_weight_updates: int
+    update_stall_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """The trainer as the scheduler sees it."""
+
+    trainer_epoch: int
+    address: str
+    last_heard_s: float
+    metrics: Mapping[str, float]
+    """Of the newest committed step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One validation. A session that failed counts as wrong."""
+
+    evaluation_id: str
+    version_min: int
+    version_max: int
+    step: int
+    metrics: Mapping[str, float]
+    num_sessions: int
+    num_failed: int
+    accuracy: float
+    wall_s: float
+    outcome: str
+    """"complete", or "cut: …"."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """The state of a run."""
+
+    run: str
+    phase: str
+    """starting, running, paused, finishing, done."""
+    total_steps: int
+    committed_step: int
+    """Newest committed step = newest published version."""
+    checkpoint_step: int
+    occupancy: Occupancy
+    max_lag: int
+    batch_groups: int
+    lag_trained_max: int
+    replicas: tuple[Replica, ...]
+    trainer: Trainer | None
+    last_evaluation: Evaluation | None
+    cursor: int
+    dataset_size: int
+    num_evicted: int
+    num_failed: int
+    num_reissued: int
+    pause_reason: str
+    num_trajectories: int
+    completions_per_s: float
+
+    @property
+    def is_done(self) -> bool:
+        return self.phase == "done"
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why is nothing moving."""
+
+    reasons: tuple[str, ...]
+    """Most important first."""
+    is_moving: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something that happened in the run."""
+
+    event_id: str
+    kind: str
+    """step, checkpoint, evaluation, evicted, failed, reissued, replica_joined, replica_left, trainer_opened, paused, resumed, phase."""
+    unix_s: float
+    text: str
+    values: Mapping[str, float]
+    labels: Mapping[str, str]
+    evaluation: Evaluation | None
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerReport:
+    """The proof, from the store, that no prompt was lost or trained twice."""
+
+    ok: bool
+    violations: tuple[str, ...]
+    ordinals_entered: int
+    ordinals_trained: int
+    ordinals_evicted: int
+    ordinals_open: int
+    duplicates: int
+    gaps: int
+    evicted_by_reason: Mapping[str, int]
+    occupancy: Occupancy
+    user_entered: int
+    user_trained: int
+    lag_trained_max: int
+    committed_step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A durable checkpoint."""
+
+    step: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """New tokens of an answer that is being generated."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """One per token, natural log."""
+    spans: tuple[tuple[int, int], ...]
+    """(policy version, number of tokens) in order."""
+    finish_reason: str
+    """Empty but on the last chunk: stop, length, aborted, failed."""
+
+
+# ------------------------------------------------------------------------------------------------------------ reading
+
+
+def _read(cls: type[T], message: Any, **made: Any) -> T:
+    """A `cls` with the message's fields of the same names; `made` are those that need more than a copy."""
+    return cls(**{f.name: made[f.name] if f.name in made else getattr(message, f.name) for f in fields(cls)})  # pyright: ignore[reportArgumentType]
+
+
+def _word(name: str, prefix: str) -> str:
+    return name.removeprefix(prefix).lower()
+
+
+def occupancy(m: scheduler_pb2.Occupancy) -> Occupancy:
+    return _read(Occupancy, m)
+
+
+def replica(m: scheduler_pb2.ReplicaStatus) -> Replica:
+    state = _word(scheduler_pb2.ReplicaState.Name(m.state), "REPLICA_STATE_")
+    return _read(Replica, m, state=state, version=m.held.version if m.held.trainer_epoch else None)
+
+
+def evaluation(m: scheduler_pb2.Evaluation) -> Evaluation:
+    return _read(Evaluation, m, metrics=dict(m.metrics))
+
+
+def status(m: scheduler_pb2.GetStatusResponse) -> Status:
+    return _read(
+        Status,
+        m,
+        phase=_word(scheduler_pb2.RunPhase.Name(m.phase), "RUN_PHASE_"),
+        occupancy=occupancy(m.occupancy),
+        replicas=tuple(map(replica, m.replicas)),
+        trainer=_read(Trainer, m.trainer, metrics=dict(m.trainer.metrics)) if m.HasField("trainer") else None,
+        last_evaluation=evaluation(m.last_evaluation) if m.HasField("last_evaluation") else None,
+    )
+
+
+def explanation(m: scheduler_pb2.ExplainWaitResponse) -> Explanation:
+    return _read(Explanation, m, reasons=tuple(m.reasons))
+
+
+def event(m: scheduler_pb2.WatchEventsResponse) -> Event:
+    judged = evaluation(m.evaluation) if m.HasField("evaluation") else None
+    return _read(Event, m, values=dict(m.values), labels=dict(m.labels), evaluation=judged)
+
+
+def ledger_report(m: scheduler_pb2.VerifyLedgerResponse) -> LedgerReport:
+    made = {"violations": tuple(m.violations), "evicted_by_reason": dict(m.evicted_by_reason), "occupancy": occupancy(m.occupancy)}
+    return _read(LedgerReport, m, **made)
+
+
+def checkpoint(m: trainer_pb2.SaveCheckpointResponse) -> Checkpoint:
+    return _read(Checkpoint, m)
+
+
+def chunk(m: rollout_pb2.GenerateResponse) -> Chunk:
+    finish = _word(types_pb2.FinishReason.Name(m.finish_reason), "FINISH_REASON_") if m.finish_reason else ""
+    return Chunk(
+        m.text,
+        tuple(unpack("i", m.token_ids)),
+        tuple(unpack("f", m.logprobs)),
+        tuple((s.version, s.num_tokens) for s in m.spans),
+        finish,
+    )
+
+
+def unpack(code: str, data: bytes) -> array[Any]:
+    """Numbers of packed little-endian bytes: "i" int32, "f" float32."""
+    numbers: array[Any] = array(code, data)
+    _to_little_endian(numbers)
+    return numbers
+
+
+def pack(code: str, values: Any) -> bytes:
+    """`unpack`, back."""
+    numbers: array[Any] = array(code, values)
+    _to_little_endian(numbers)
+    return numbers.tobytes()
+
+
+def _to_little_endian(numbers: array[Any]) -> None:
+    if sys.byteorder == "big":
+        numbers.byteswap()
