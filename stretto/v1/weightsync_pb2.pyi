@@ -175,9 +175,9 @@ class PreparePublishResponse(_message.Message):
     socket_path: _builtins.str
     """shm: path of the unix socket that hands out the slot's file descriptor."""
     token: _builtins.bytes
-    """Presented on the socket; valid for this publish only."""
+    """Presented on the socket; valid once, for this publish only."""
     already_ready: _builtins.bool
-    """Already READY with this id: nothing to send."""
+    """Already READY with this id: nothing to send, CommitPublish compares the digests."""
     def __init__(
         self,
         *,
@@ -244,8 +244,11 @@ class CommitPublishRequest(_message.Message):
     SLOT_ID_FIELD_NUMBER: _builtins.int
     MANIFEST_FIELD_NUMBER: _builtins.int
     slot_id: _builtins.str
+    """Empty when the answer to PreparePublish was `already_ready`: then only the digests are compared."""
     @_builtins.property
-    def manifest(self) -> Global___Manifest: ...
+    def manifest(self) -> Global___Manifest:
+        """With digests; `tensors` may be left out, they were given by PreparePublish."""
+
     def __init__(
         self,
         *,
@@ -405,11 +408,15 @@ class AcquireResponse(_message.Message):
     BACKEND_FIELD_NUMBER: _builtins.int
     SOCKET_PATH_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
+    SLOT_ID_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     lease_s: _builtins.float
     backend: _builtins.str
     socket_path: _builtins.str
     token: _builtins.bytes
+    """Presented on the socket; valid once, while the lease lasts."""
+    slot_id: _builtins.str
+    """Where the bytes are; a reader that has this slot mapped needs no new file descriptor."""
     @_builtins.property
     def manifest(self) -> Global___Manifest:
         """Unset when there is nothing newer than `held`."""
@@ -423,10 +430,11 @@ class AcquireResponse(_message.Message):
         backend: _builtins.str = ...,
         socket_path: _builtins.str = ...,
         token: _builtins.bytes = ...,
+        slot_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["manifest", b"manifest"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "lease_id", b"lease_id", "lease_s", b"lease_s", "manifest", b"manifest", "socket_path", b"socket_path", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "lease_id", b"lease_id", "lease_s", b"lease_s", "manifest", b"manifest", "slot_id", b"slot_id", "socket_path", b"socket_path", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
