@@ -1,0 +1,33 @@
+"""`python -m services.trainer --config recipe.toml [--set section.key=value …]`"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+
+def main() -> int:
+    """Exit code; see server.py."""
+    parser = argparse.ArgumentParser(prog="python -m services.trainer", description="The trainer of a run.")
+    parser.add_argument("--config", help="TOML recipe")
+    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", help="overrides the recipe; repeatable")
+    args = parser.parse_args()
+
+    from stretto import recipe
+    from stretto.errors import RecipeError
+
+    try:
+        loaded = recipe.load(args.config, args.set, os.environ)
+    except RecipeError as err:
+        sys.stderr.write(f"{err}\n")
+        return 2
+    os.environ.setdefault("OMP_NUM_THREADS", str(loaded.trainer.threads))  # before torch is imported
+
+    from services.trainer import server
+
+    return server.main(loaded)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""The scheduler as the loop sees it: one writer of steps, which repeats until it is heard.
+
+    call                repeated while the scheduler is away     why a repeat is safe
+    open                yes                                      one operation id
+    sample              by the loop, round by round              the same step gets the same batch
+    commit_step         yes                                      keyed by (trainer epoch, step)
+    commit_checkpoint   yes                                      keyed by step
+
+All waits end at a deadline, or at once when the process is asked to stop.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+import grpc
+
+from stretto import rpc
+from stretto.errors import StrettoError, UnavailableError
+from stretto.v1 import scheduler_pb2 as pb
+from stretto.v1 import scheduler_pb2_grpc as pb_grpc
+from stretto.v1.types_pb2 import Group
+
+T = TypeVar("T")
+
+CALL_S = 10.0
+"""Deadline of one attempt of a small call."""
+BATCH_S = 60.0
+"""Deadline of a batch on the wire, over the time it is waited for."""
+
+
+class Ledger:
+    """Calls of one trainer incarnation. `sleep` may raise to end a wait early."""
+
+    def __init__(self, target: str, deadline_s: float, sleep: Callable[[float], object]) -> None:
+        """`deadline_s` bounds how long a scheduler may be away."""
+        self._channel = rpc.connect_blocking(target)
+        self.stub = pb_grpc.SchedulerServiceStub(self._channel)
+        self._deadline_s, self._sleep = deadline_s, sleep
+        self.epoch = 0
+        """Our fencing number; 0 before `open`."""
+
+    def open(self, resume_step: int, address: str, total_steps: int, batch_groups: int) -> pb.OpenTrainerResponse:
+        """Take over the run after `resume_step`. Raises RefusedError when the store no longer has what follows it."""
+        request = pb.OpenTrainerRequest(
+            operation_id=uuid.uuid4().hex, resume_step=resume_step, address=address, total_steps=total_steps, batch_groups=batch_groups
+        )
+        answer = self._until_heard("OpenTrainer", lambda: self.stub.OpenTrainer(request, timeout=CALL_S))
+        self.epoch = answer.trainer_epoch
+        return answer
+
+    def sample(self, step: int, wait_s: float) -> tuple[Sequence[Group], str]:
+        """(the whole batch of `step`, ""), or ([], why there is none yet) after about `wait_s`. Raises what the scheduler raises."""
+        request = pb.SampleBatchRequest(trainer_epoch=self.epoch, step=step, wait_s=wait_s)
+        groups, expected, reason = list[Group](), 0, ""
+        try:
+            for message in self.stub.SampleBatch(request, timeout=wait_s + BATCH_S):
+                expected = message.num_groups
+                if message.HasField("group"):
+                    groups.append(message.group)
+                else:
+                    reason = message.wait_reason
+        except grpc.RpcError as err:
+            raise rpc.from_rpc_error(err) from err
+        if groups and len(groups) != expected:
+            raise UnavailableError(f"the batch of step {step} ended after {len(groups)} of {expected} groups")
+        return groups, "" if groups else reason or f"step {step} has no batch yet"
+
+    def commit_step(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """The step counts from now on. Returns whether the run was asked to stop."""
+        request = pb.CommitStepRequest(trainer_epoch=self.epoch, step=step, metrics=metrics)
+        return self._until_heard(f"CommitStep {step}", lambda: self.stub.CommitStep(request, timeout=CALL_S)).stop_requested
+
+    def commit_checkpoint(self, step: int, path: str) -> int:
+        """Groups of steps <= step may leave the store. Returns how many did."""
+        request = pb.CommitCheckpointRequest(trainer_epoch=self.epoch, step=step, path=path)
+        return self._until_heard(f"CommitCheckpoint {step}", lambda: self.stub.CommitCheckpoint(request, timeout=CALL_S)).num_removed
+
+    def status(self) -> pb.GetStatusResponse:
+        """One attempt. Raises UnavailableError or DeadlineError when the scheduler is away."""
+        try:
+            return self.stub.GetStatus(pb.GetStatusRequest(), timeout=CALL_S)
+        except grpc.RpcError as err:
+            raise rpc.from_rpc_error(err) from err
+
+    def wait_status(self) -> pb.GetStatusResponse:
+        """The scheduler's status, as soon as it is there."""
+        return self._until_heard("GetStatus", lambda: self.stub.GetStatus(pb.GetStatusRequest(), timeout=CALL_S))
+
+    def explain(self) -> str:
+        """What blocks the run, in the scheduler's words, or why it cannot say. Never raises a StrettoError."""
+        try:
+            answer = self.stub.ExplainWait(pb.ExplainWaitRequest(), timeout=CALL_S)
+        except grpc.RpcError as raised:
+            err: StrettoError = rpc.from_rpc_error(raised)
+            return f"the scheduler does not answer: {err.message}"
+        return "; ".join(answer.reasons) or "the scheduler names no blocker"
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _until_heard(self, what: str, call: Callable[[], T]) -> T:
+        return rpc.retry_blocking(call, deadline_s=self._deadline_s, what=f"{what} at the scheduler", sleep=self._sleep)
