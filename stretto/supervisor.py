@@ -79,6 +79,8 @@ class Row:
     restarts: int
     detail: str
     """Why it was last restarted; empty if never."""
+    address: str
+    """host:port of its server."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,10 +225,11 @@ class Supervisor:
         rows: list[Row] = []
         if self._plan.redis_port is not None:
             pid, state = (self._redis.pid, "running") if self._redis else (None, "restarting")
-            rows.append(Row("redis", pid, state, max(0, self._num_redis_starts - 1), ""))
+            rows.append(Row("redis", pid, state, max(0, self._num_redis_starts - 1), "", f"127.0.0.1:{self._plan.redis_port}"))
         for c in self._children:
             state = "running" if c.process else "ended" if c.has_ended else "restarting"
-            rows.append(Row(c.service.name, c.process.pid if c.process else None, state, c.num_restarts, c.detail))
+            address = self._plan.addresses.get(c.service.name, "")
+            rows.append(Row(c.service.name, c.process.pid if c.process else None, state, c.num_restarts, c.detail, address))
         return rows
 
     # ---- start
