@@ -26,7 +26,7 @@ from services.trainer.ledger import Ledger
 from services.trainer.loop import Learner, Loop
 from services.trainer.publish import Relay
 from stretto import rpc, telemetry
-from stretto.errors import FencedError, InvalidArgumentError, RefusedError
+from stretto.errors import FencedError, InvalidArgumentError, RefusedError, StrettoError
 from stretto.recipe import Recipe
 from stretto.v1 import trainer_pb2 as pb
 from stretto.v1 import trainer_pb2_grpc as pb_grpc
@@ -163,6 +163,9 @@ def main(recipe: Recipe, make: Callable[[Recipe], Learner] = make_learner) -> in
     except (RefusedError, InvalidArgumentError) as err:
         log.error("refused", extra={"fields": {"error": err.message}})
         return EXIT_CONFIGURATION
+    except StrettoError as err:
+        log.error("failed", extra={"fields": {"error": err.message}})
+        return 1
     else:
         log.info("done")
     return 0

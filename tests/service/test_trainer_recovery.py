@@ -1,0 +1,111 @@
+"""A trainer killed between any two of its acts goes on so that every group is trained exactly once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from stretto.errors import UnavailableError
+from stretto.v1 import scheduler_pb2 as pb
+from tests.trainer_world import World, ended, until, world
+
+KILLED = -9
+
+
+def kill_at(w: World, method: str, step: int, when: str) -> None:
+    """SIGKILL the trainer once, when it makes this call: before it takes effect, or after and before it is answered."""
+
+    def strike(called: str, at: int, moment: str) -> None:
+        if (called, at, moment) == (method, step, when):
+            w.scheduler.on_call = lambda *_: None
+            w.relay.on_publish = lambda *_: None
+            w.kill()
+            if when == "before":
+                raise UnavailableError("the caller is dead")
+
+    w.scheduler.on_call = strike
+    w.relay.on_publish = lambda id, moment: strike("Publish", id[1], moment)
+
+
+KILLS = [
+    ("OpenTrainer", 0, "after"),
+    ("SampleBatch", 1, "after"),
+    ("Publish", 2, "before"),
+    ("Publish", 2, "after"),
+    ("CommitStep", 3, "before"),
+    ("CommitStep", 3, "after"),
+    ("CommitCheckpoint", 3, "before"),
+    ("CommitCheckpoint", 3, "after"),
+    ("CommitStep", 5, "after"),
+    ("CommitCheckpoint", 9, "before"),
+]
+"""In the order of a run of 9 steps with a checkpoint every 3."""
+
+
+def test_kill_9_between_any_two_acts_trains_every_group_exactly_once(tmp_path: Path) -> None:
+    with world(tmp_path, total=9) as w:
+        for method, step, when in KILLS:
+            kill_at(w, method, step, when)
+            assert ended(w.start()) == KILLED, (method, step, when)
+            assert w.scheduler.checkpointed <= w.scheduler.committed  # I5
+        last = w.start()
+        until(lambda: w.scheduler.phase == pb.RUN_PHASE_FINISHING, "last checkpoint committed")
+        w.scheduler.phase = pb.RUN_PHASE_DONE
+        assert ended(last) == 0
+        assert w.trained_once()
+        assert w.state(9)["weight"].tolist() == [float(sum(range(18)))] * 4
+        assert [line["step"] for line in w.lines("train")] == list(range(1, 10))
+        assert w.relay.published == sorted(w.relay.published)  # a version of an older epoch never follows a newer one's
+
+
+def test_the_first_step_after_a_checkpoint_at_100_with_4_minibatches_is_101_and_its_optimizer_step_401(tmp_path: Path) -> None:
+    with world(tmp_path, total=101, batch=4) as w:
+        kill_at(w, "CommitStep", 101, "before")
+        assert ended(w.start(checkpoint_every_steps=100, minibatches=4)) == KILLED
+        assert w.state(100)["optimizer_steps"] == 400
+        w.scheduler.calls.clear()
+        last = w.start(checkpoint_every_steps=100, minibatches=4)
+        until(lambda: w.scheduler.phase == pb.RUN_PHASE_FINISHING, "last checkpoint committed")
+        w.scheduler.phase = pb.RUN_PHASE_DONE
+        assert ended(last) == 0
+        steps = [step for method, step in w.scheduler.calls if method == "SampleBatch"]
+        assert steps == [101]
+        assert w.scheduler.metrics[101]["optimizer_steps"] == 404  # 401 is the first of its four updates
+        assert [line["step"] for line in w.lines("train")] == list(range(1, 102))
+
+
+def test_torn_checkpoints_are_not_resumed_from(tmp_path: Path) -> None:
+    with world(tmp_path, total=4) as w:
+        kill_at(w, "CommitStep", 4, "before")
+        assert ended(w.start(checkpoint_every_steps=1, keep_checkpoints=5)) == KILLED
+        newest = tmp_path / "checkpoints" / "step-3"
+        w.scheduler.checkpointed = 2  # the kill came before STABLE, so the ledger was not told
+        w.scheduler.batches[3] = [4, 5]
+        (newest / "STABLE").unlink()
+        last = w.start(checkpoint_every_steps=1, keep_checkpoints=5)
+        until(lambda: w.scheduler.phase == pb.RUN_PHASE_FINISHING, "last checkpoint committed")
+        assert w.scheduler.first_versions[2] == 2
+        assert (newest / "STABLE").exists()
+        w.scheduler.phase = pb.RUN_PHASE_DONE
+        assert ended(last) == 0
+        assert w.trained_once()
+
+
+@pytest.mark.parametrize("act", ["SampleBatch", "CommitStep"])
+def test_a_trainer_that_was_replaced_exits_with_3(tmp_path: Path, act: str) -> None:
+    with world(tmp_path, total=4) as w:
+
+        def replace(method: str, step: int, when: str) -> None:
+            if (method, step, when) == (act, 2, "before"):
+                w.scheduler.epoch += 1
+
+        w.scheduler.on_call = replace
+        assert ended(w.start()) == 3
+        assert [line["step"] for line in w.lines("train")] == [1]
+
+
+def test_a_checkpoint_the_store_can_no_longer_follow_is_refused_once_with_exit_code_2(tmp_path: Path) -> None:
+    with world(tmp_path, total=4) as w:
+        w.scheduler.checkpointed = 3
+        assert ended(w.start()) == 2
