@@ -1,0 +1,533 @@
+"""The prompt ledger in Redis: one script per transition, one mirror for decisions.
+
+Keys, all `stretto:{run}:<name>` (the braces put a run into one slot of a cluster). The scheduler owns every one of them.
+
+    name             type    what                                                              lives
+    op:<id>          string  the first answer of an operation (I1)                             OP_TTL_S
+    epoch:scheduler  string  incarnation of the scheduler (I6)                                 for ever
+    epoch:trainer    string  incarnation of the trainer (I6)                                   for ever
+    replica_epochs   hash    replica -> its newest incarnation (I6)                            for ever
+    meta             hash    the numbers of groups.RunState; rev, seq                          for ever
+    occupancy        hash    state -> number of groups; "validation:<state>" apart (I2)        for ever
+    groups           hash    uid -> status record (JSON) of every open group                   until committed or evicted
+    committed        hash    uid -> status record of trained groups                            until a checkpoint contains them
+    steps            hash    step -> [{u uid, b version_begin}] of every committed step        for ever
+    evicted          hash    uid -> reason                                                     for ever
+    prompts          hash    uid -> Prompt (protobuf); written once, never changed (I7)        with its group
+    traj:<uid>       hash    index -> Trajectory (protobuf); p<index> -> partial answer        with its group
+    queue            list    users' prompts that have not entered, oldest first                until they enter
+    replicas         hash    replica -> session (JSON, sessions.py)                            for ever
+    evaluations      hash    id -> plan (JSON, evaluations.py) of open evaluations             until they end
+    results          hash    id -> Evaluation (protobuf)                                       for ever
+    events           stream  what WatchEvents shows; about the newest EVENTS_MAX               -
+
+A status record has short names because it is written often: k kind, s state, q seq, o ordinal, n group size, x marks,
+b version_begin, a attempt, f failures, r replica, e its epoch, g granted ms, t step, p place, lo / hi rewards, w why, v evaluation.
+
+Status and payload are apart, so a status change cannot touch a payload (I7). The mirror is a copy of `groups`, `meta` and
+`occupancy` kept up to date from the scripts' answers; each answer names the revisions before and after, and a mirror that
+does not fit is read anew. A decision is committed only if the revision it was taken on still holds.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from services.scheduler.audit import Snapshot
+from services.scheduler.groups import Entry, Kind, RunState, State, View
+from services.scheduler.recovery import Expiry
+from stretto.store import Script, Store
+from stretto.v1 import types_pb2 as pb
+
+OP_TTL_S = 900
+"""How long an operation's answer is remembered: longer than any outage a caller repeats through."""
+_LUA = Path(__file__).parent / "lua"
+_INTEGERS = {f.name for f in fields(RunState) if f.type == "int"}
+_NAMES = {f.name for f in fields(RunState)}
+
+
+def load_scripts() -> dict[str, Script]:
+    """Every transition by name: its file behind the common head, unless it says that it stands alone."""
+    head = (_LUA / "_head.lua").read_text()
+    scripts: dict[str, Script] = {}
+    for path in sorted(_LUA.glob("[a-z]*.lua")):
+        text = path.read_text()
+        scripts[path.stem] = Script.of(path.stem, text if text.startswith("-- standalone") else head + text)
+    return scripts
+
+
+def entry_of(uid: str, rec: Mapping[str, Any]) -> Entry:
+    return Entry(
+        uid=uid,
+        state=State(rec["s"]),
+        kind=Kind(rec["k"]),
+        seq=rec["q"],
+        ordinal=rec["o"],
+        group_size=rec["n"],
+        marks=rec["x"],
+        version_begin=rec["b"],
+        attempt=rec["a"],
+        failures=rec["f"],
+        replica=rec["r"],
+        replica_epoch=rec["e"],
+        granted_ms=rec["g"],
+        step=rec.get("t", 0),
+        place=rec.get("p", 0),
+        reward_low=rec.get("lo"),
+        reward_high=rec.get("hi"),
+        reason=rec.get("w", ""),
+        evaluation=rec.get("v", ""),
+    )
+
+
+def _run_fields(meta: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: int(v) if k in _INTEGERS else str(v) for k, v in meta.items() if k in _NAMES}
+
+
+def _pairs(flat: Any) -> dict[str, bytes]:
+    """A hash that a script returned flat, or redis-py returned as a dict."""
+    pairs = flat.items() if isinstance(flat, Mapping) else zip(flat[::2], flat[1::2], strict=True)
+    return {key.decode(): value for key, value in pairs}
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseGrant:
+    uid: str
+    attempt: int
+    version_begin: int
+    missing: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TrajectoryEnd:
+    """One trajectory of a report; `error` set = its session failed."""
+
+    index: int
+    reward: float
+    error: str
+    blob: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    lost: tuple[str, ...]
+    accepted: int
+    finished: tuple[str, ...]
+    failed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    epoch: int
+    event_id: str
+    reopened: int
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    id: str
+    kind: str
+    unix_s: float
+    text: str
+    values: Mapping[str, float]
+    labels: Mapping[str, str]
+    blob: bytes
+
+
+class Ledger:
+    """All transitions of one run. Not for concurrent use: the controller takes its turn lock around decide-and-commit."""
+
+    def __init__(self, store: Store, run: str, *, clock: Callable[[], float] = time.time) -> None:
+        self._store, self._prefix, self._clock = store, f"stretto:{{{run}}}:", clock
+        self._scripts = load_scripts()
+        self._view: View | None = None
+        self.epoch = 0
+        """I6: incarnation of this scheduler."""
+        self.num_events = 0
+        """Events added since the start; a watcher looks again when it grows."""
+
+    def key(self, name: str) -> str:
+        return self._prefix + name
+
+    def traj(self, uids: Iterable[str]) -> list[str]:
+        return [self.key(f"traj:{uid}") for uid in uids]
+
+    # ---------------------------------------------------------------------------------------------------- machinery
+
+    async def claim(self, operation_id: str | None = None) -> int:
+        """Become the run's scheduler: older incarnations are fenced."""
+        keys = [self.key(f"op:{operation_id or uuid.uuid4().hex}"), self.key("epoch:scheduler")]
+        self.epoch = int(await self._store.run(self._scripts["claim"], keys, [OP_TTL_S]))
+        self._view = None
+        return self.epoch
+
+    async def _transition(
+        self,
+        name: str,
+        args: Mapping[str, Any],
+        *,
+        keys: Sequence[str] = (),
+        blobs: Sequence[bytes] = (),
+        op: str | None = None,
+        rev: int | None = None,
+    ) -> Any:
+        """Run one script and bring the mirror up to date. `op` makes a repeat return the first answer."""
+        common = [self.key(k) for k in (f"op:{op or uuid.uuid4().hex}", "epoch:scheduler", "meta", "groups", "occupancy", "events")]
+        argv: list[str | int | bytes] = [
+            self.epoch,
+            int(self._clock() * 1000),
+            OP_TTL_S,
+            "" if rev is None else rev,
+            json.dumps(args),
+            *blobs,
+        ]
+        before, self._view = self._view, None  # refused or cancelled halfway: the mirror is read anew
+        answer = json.loads(await self._store.run(self._scripts[name], [*common, *keys], argv))
+        self._view = _applied(before, answer)
+        self.num_events += answer.get("events", 0)
+        return answer["ans"]
+
+    async def recall(self, op: str) -> Any | None:
+        """The first answer of an operation, or None if it has not run."""
+        (answer,) = await self._store.read(("GET", self.key(f"op:{op}")))
+        return None if answer is None else json.loads(answer)["ans"]
+
+    async def view(self) -> View:
+        """The snapshot to decide on."""
+        if self._view is None:
+            meta, groups, occupancy = await self._store.run(
+                self._scripts["view"], [self.key("meta"), self.key("groups"), self.key("occupancy")], []
+            )
+            fields_ = {k: v.decode() for k, v in _pairs(meta).items()}
+            read = View(
+                rev=int(fields_.get("rev", 0)),
+                run=RunState(**_run_fields(fields_)),
+                entries={uid: entry_of(uid, json.loads(text)) for uid, text in _pairs(groups).items()},
+                occupancy={k: int(v) for k, v in _pairs(occupancy).items()},
+            )
+            if self._view is None or self._view.rev < read.rev:  # a transition may have ended while this was on its way
+                self._view = read
+        return self._view
+
+    # ---------------------------------------------------------------------------------------------------- admission
+
+    async def configure(self, values: Mapping[str, int | str], event: tuple[str, str] | None = None) -> None:
+        """Set fields of RunState; `event` is (kind, text)."""
+        args: dict[str, Any] = {"fields": dict(values)}
+        if event:
+            args["event"] = {"kind": event[0], "text": event[1], "values": {}, "labels": {}}
+        await self._transition("configure", args)
+
+    async def push(
+        self, prompts: Sequence[pb.Prompt], *, cursor: int, users: int, window: int, rev: int, op: str | None = None
+    ) -> list[str]:
+        """Admit `users` queued prompts and then `prompts`, whose first ordinal is `cursor`. Answers the users' uids."""
+        args = {"users": users, "cursor": cursor, "window": window, "prompts": [{"u": p.uid, "n": p.group_size} for p in prompts]}
+        blobs = [p.SerializeToString() for p in prompts]
+        answer = await self._transition("push", args, keys=[self.key("prompts"), self.key("queue")], blobs=blobs, op=op, rev=rev)
+        return list(answer["users"])
+
+    async def submit(self, prompts: Sequence[pb.Prompt], *, first: int, op: str) -> list[str]:
+        """Queue users' prompts, which carry the uids u<first>, u<first + 1>, …  Raises ChangedError when `first` is taken."""
+        args = {"first": first, "prompts": [{"u": p.uid, "n": p.group_size} for p in prompts]}
+        blobs = [p.SerializeToString() for p in prompts]
+        answer = await self._transition("submit", args, keys=[self.key("prompts"), self.key("queue")], blobs=blobs, op=op)
+        return list(answer["uids"])
+
+    # ---------------------------------------------------------------------------------------------------- leases
+
+    async def lease(self, replica: str, epoch: int, uids: Sequence[str], *, version: int, rev: int, op: str) -> list[LeaseGrant]:
+        args = {"replica": replica, "epoch": epoch, "version": version, "uids": list(uids)}
+        return grants_of(await self._transition("lease", args, keys=[self.key("replica_epochs")], op=op, rev=rev))
+
+    async def report(
+        self,
+        replica: str,
+        epoch: int,
+        groups: Mapping[tuple[str, int], Sequence[TrajectoryEnd]],
+        *,
+        attempts_max: int,
+        op: str | None = None,
+    ) -> Reported:
+        """`groups` maps (uid, attempt) to its trajectories that ended."""
+        listed: list[dict[str, Any]] = []
+        for (uid, attempt), ends in groups.items():
+            items = [{"i": t.index, "w": t.reward} | ({"e": t.error} if t.error else {}) for t in ends]
+            listed.append({"u": uid, "a": attempt, "t": items})
+        args = {"replica": replica, "epoch": epoch, "attempts_max": attempts_max, "groups": listed}
+        keys = [self.key("replica_epochs"), *self.traj(uid for uid, _ in groups)]
+        blobs = [t.blob for ends in groups.values() for t in ends]
+        answer = await self._transition("report", args, keys=keys, blobs=blobs, op=op)
+        return Reported(tuple(answer["lost"]), answer["accepted"], tuple(answer["finished"]), answer["failed"])
+
+    async def return_leases(
+        self,
+        replica: str,
+        epoch: int,
+        leases: Sequence[tuple[str, int, Mapping[int, bytes]]],
+        *,
+        reason: str,
+        failed: bool,
+        attempts_max: int,
+        op: str,
+    ) -> int:
+        """Hand back (uid, attempt, partial answers by index); `failed` counts the attempt."""
+        listed = [{"u": uid, "a": attempt, "p": list(partials)} for uid, attempt, partials in leases]
+        args = {"replica": replica, "epoch": epoch, "reason": reason, "failed": failed, "attempts_max": attempts_max, "leases": listed}
+        keys = [self.key("replica_epochs"), *self.traj(uid for uid, _, _ in leases)]
+        blobs = [blob for _, _, partials in leases for blob in partials.values()]
+        answer = await self._transition("return", args, keys=keys, blobs=blobs, op=op)
+        return int(answer["returned"])
+
+    async def expire(self, lost: Sequence[Expiry], *, attempts_max: int, op: str | None = None) -> int:
+        leases = [{"u": e.uid, "a": e.attempt, "w": e.reason} for e in lost]
+        answer = await self._transition("expire", {"attempts_max": attempts_max, "leases": leases}, op=op)
+        return int(answer["expired"])
+
+    async def evict(self, reasons: Mapping[str, str], *, rev: int, op: str | None = None) -> int:
+        """Remove the groups, uid -> reason."""
+        args = {"groups": [{"u": uid, "w": reason} for uid, reason in reasons.items()]}
+        keys = [self.key("prompts"), self.key("evicted"), *self.traj(reasons)]
+        return int((await self._transition("evict", args, keys=keys, op=op, rev=rev))["evicted"])
+
+    # ---------------------------------------------------------------------------------------------------- training
+
+    async def consume(self, trainer_epoch: int, step: int, uids: Sequence[str], *, rev: int, op: str | None = None) -> None:
+        args = {"trainer_epoch": trainer_epoch, "step": step, "uids": list(uids)}
+        await self._transition("consume", args, keys=[self.key("epoch:trainer")], op=op, rev=rev)
+
+    async def commit_step(
+        self,
+        trainer_epoch: int,
+        step: int,
+        uids: Sequence[str],
+        metrics: Mapping[str, float],
+        *,
+        evaluation: Mapping[str, Any] | None = None,
+        op: str | None = None,
+    ) -> tuple[bool, int]:
+        """(was it new, greatest lag in the batch)."""
+        args: dict[str, Any] = {
+            "trainer_epoch": trainer_epoch,
+            "step": step,
+            "uids": list(uids),
+            "metrics": json.dumps({**metrics, "step": step}),
+        }
+        if evaluation:
+            args["evaluation"] = dict(evaluation)
+        keys = [self.key(k) for k in ("epoch:trainer", "committed", "steps", "evaluations")]
+        answer = await self._transition("commit_step", args, keys=keys, op=op)
+        return bool(answer["fresh"]), int(answer["lag_max"])
+
+    async def commit_checkpoint(self, trainer_epoch: int, step: int, path: str, *, op: str | None = None) -> int:
+        """Groups of steps <= step leave the store; answers how many."""
+        uids = [e.uid for e in await self.committed() if e.step <= step]
+        args = {"trainer_epoch": trainer_epoch, "step": step, "path": path, "uids": uids}
+        keys = [self.key("epoch:trainer"), self.key("committed"), self.key("prompts"), *self.traj(uids)]
+        return int((await self._transition("commit_checkpoint", args, keys=keys, op=op))["removed"])
+
+    async def open_trainer(
+        self,
+        resume: int,
+        *,
+        finished: Sequence[str],
+        trained: Sequence[str],
+        steps: Sequence[int],
+        total_steps: int,
+        address: str,
+        evaluations: Sequence[str] = (),
+        evaluation: Mapping[str, Any] | None = None,
+        ordinal_first: int | None = None,
+        rev: int,
+        op: str,
+    ) -> Opened:
+        args: dict[str, Any] = {
+            "resume": resume,
+            "finished": list(finished),
+            "trained": list(trained),
+            "steps": list(steps),
+            "total_steps": total_steps,
+            "address": address,
+            "evaluations": list(evaluations),
+        }
+        if evaluation:
+            args["evaluation"] = dict(evaluation)
+        if ordinal_first is not None:
+            args["ordinal_first"] = ordinal_first
+        keys = [self.key(k) for k in ("epoch:trainer", "committed", "steps", "evaluations", "results")]
+        return opened_of(await self._transition("open_trainer", args, keys=keys, op=op, rev=rev))
+
+    # ---------------------------------------------------------------------------------------------------- replicas
+
+    async def session(
+        self, replica: str, verb: str, session: Mapping[str, Any], *, epoch: int = 0, text: str = "", op: str | None = None
+    ) -> int:
+        """verb: join (answers the new epoch), beat or leave."""
+        args = {"replica": replica, "verb": verb, "epoch": epoch, "session": dict(session), "text": text}
+        answer = await self._transition("session", args, keys=[self.key("replicas"), self.key("replica_epochs")], op=op)
+        return int(answer["epoch"])
+
+    async def sessions(self) -> dict[str, dict[str, Any]]:
+        (found,) = await self._store.read(("HGETALL", self.key("replicas")))
+        return {name: json.loads(text) for name, text in _pairs(found).items()}
+
+    # ---------------------------------------------------------------------------------------------------- evaluations
+
+    async def ask_evaluation(self, plan: Mapping[str, Any], *, op: str) -> str:
+        answer = await self._transition("ask_evaluation", {"plan": dict(plan)}, keys=[self.key("evaluations")], op=op)
+        return str(answer["id"])
+
+    async def start_evaluation(self, plan: Mapping[str, Any], prompts: Sequence[pb.Prompt], *, op: str | None = None) -> None:
+        args = {"plan": dict(plan), "prompts": [{"u": p.uid, "n": p.group_size} for p in prompts]}
+        blobs = [p.SerializeToString() for p in prompts]
+        await self._transition("start_evaluation", args, keys=[self.key("prompts"), self.key("evaluations")], blobs=blobs, op=op)
+
+    async def end_evaluation(
+        self,
+        evaluation_id: str,
+        uids: Sequence[str],
+        *,
+        result: bytes | None = None,
+        text: str = "",
+        values: Mapping[str, float] | None = None,
+        op: str | None = None,
+    ) -> None:
+        args = {"id": evaluation_id, "uids": list(uids), "text": text, "values": json.dumps(dict(values or {}))}
+        keys = [self.key("prompts"), self.key("evaluations"), self.key("results"), *self.traj(uids)]
+        await self._transition("end_evaluation", args, keys=keys, blobs=[] if result is None else [result], op=op)
+
+    async def evaluations(self) -> list[dict[str, Any]]:
+        """Plans of open evaluations, oldest first."""
+        (found,) = await self._store.read(("HGETALL", self.key("evaluations")))
+        return sorted((json.loads(text) for text in _pairs(found).values()), key=lambda p: (p["asked_ms"], p["id"]))
+
+    async def result(self, evaluation_id: str) -> bytes | None:
+        (found,) = await self._store.read(("HGET", self.key("results"), evaluation_id))
+        return found
+
+    async def results(self) -> dict[str, bytes]:
+        (found,) = await self._store.read(("HGETALL", self.key("results")))
+        return _pairs(found)
+
+    # ---------------------------------------------------------------------------------------------------- reading
+
+    async def prompts(self, uids: Sequence[str]) -> list[bytes | None]:
+        """Payloads, in the order of `uids`."""
+        if not uids:
+            return []
+        (found,) = await self._store.read(("HMGET", self.key("prompts"), *uids))
+        return list(found)
+
+    async def trajectories(self, uids: Sequence[str]) -> list[dict[str, bytes]]:
+        """Per uid: index -> trajectory, "p<index>" -> partial answer."""
+        found = await self._store.read(*(("HGETALL", key) for key in self.traj(uids)))
+        return [_pairs(one) for one in found]
+
+    async def groups(self, entries: Sequence[Entry]) -> list[pb.Group]:
+        """Whole groups with their payloads, in this order."""
+        commands = [
+            ("HMGET", self.key("prompts"), *(e.uid for e in entries)),
+            *(("HGETALL", key) for key in self.traj(e.uid for e in entries)),
+        ]
+        payloads, *answers = await self._store.read(*commands)
+        groups: list[pb.Group] = []
+        for entry, payload, answer in zip(entries, payloads, answers, strict=True):
+            group = pb.Group(version_begin=entry.version_begin, attempts=entry.attempt)
+            group.prompt.ParseFromString(payload)
+            blobs = _pairs(answer)
+            for index in range(entry.group_size):
+                group.trajectories.add().ParseFromString(blobs[str(index)])
+            groups.append(group)
+        return groups
+
+    async def committed(self) -> list[Entry]:
+        """Trained groups that no checkpoint contains yet."""
+        (found,) = await self._store.read(("HGETALL", self.key("committed")))
+        return [entry_of(uid, json.loads(text)) for uid, text in _pairs(found).items()]
+
+    async def steps(self) -> dict[int, tuple[str, ...]]:
+        (found,) = await self._store.read(("HGETALL", self.key("steps")))
+        return {int(step): tuple(item["u"] for item in json.loads(text)) for step, text in _pairs(found).items()}
+
+    async def events_after(self, after_id: str, count: int = 200) -> list[Event]:
+        """The next events after `after_id` ("0-0" = from the oldest kept)."""
+        (found,) = await self._store.read(("XRANGE", self.key("events"), f"({after_id}", "+", "COUNT", count))
+        return [_event(event_id.decode(), _pairs(body)) for event_id, body in found]
+
+    async def newest_event(self) -> str:
+        (found,) = await self._store.read(("XREVRANGE", self.key("events"), "+", "-", "COUNT", 1))
+        return found[0][0].decode() if found else "0-0"
+
+    async def snapshot(self) -> Snapshot:
+        """Everything for `audit.verify`. The caller holds its turn, so the two rounds see the same state."""
+        names = ("meta", "groups", "committed", "steps", "evicted", "occupancy")
+        commands: list[Sequence[str | int | bytes]] = [("HGETALL", self.key(name)) for name in names]
+        commands += [("HKEYS", self.key("prompts")), ("LRANGE", self.key("queue"), 0, -1)]
+        *hashes, prompts, queue = await self._store.read(*commands)
+        meta, groups, committed, steps, evicted, occupancy = (_pairs(h) for h in hashes)
+        entries = tuple(entry_of(uid, json.loads(text)) for uid, text in groups.items())
+        trained = tuple(entry_of(uid, json.loads(text)) for uid, text in committed.items())
+        uids = [e.uid for e in (*entries, *trained)]
+        indices = await self._store.read(*(("HKEYS", key) for key in self.traj(uids)))
+        return Snapshot(
+            run=RunState(**_run_fields({k: v.decode() for k, v in meta.items()})),
+            entries=entries,
+            committed=trained,
+            steps={int(step): tuple(item["u"] for item in json.loads(text)) for step, text in steps.items()},
+            evicted={uid: reason.decode() for uid, reason in evicted.items()},
+            prompts=frozenset(uid.decode() for uid in prompts),
+            queue=tuple(json.loads(item)["u"] for item in queue),
+            occupancy={k: int(v) for k, v in occupancy.items()},
+            trajectories={
+                uid: frozenset(int(i) for i in found if not i.startswith(b"p")) for uid, found in zip(uids, indices, strict=True)
+            },
+        )
+
+
+def _applied(view: View | None, answer: Mapping[str, Any]) -> View | None:
+    """The mirror after a transition; None when it does not fit and must be read anew."""
+    if view is None or answer["rev0"] != view.rev:
+        return view if answer["rev0"] == answer["rev"] != -1 else None
+    if answer["rev"] == view.rev:
+        return view
+    entries = dict(view.entries)
+    for uid in answer["del"]:
+        entries.pop(uid, None)
+    for uid, rec in answer["set"].items():
+        entries[uid] = entry_of(uid, rec)
+    return View(
+        rev=answer["rev"],
+        run=replace(view.run, **_run_fields(answer["meta"])),
+        entries=entries,
+        occupancy={**view.occupancy, **answer["occ"]},
+    )
+
+
+def grants_of(answer: Any) -> list[LeaseGrant]:
+    """The leases in an answer of `lease`, also a recalled one."""
+    return [
+        LeaseGrant(one["u"], one["a"], one["b"], tuple(i for i, mark in enumerate(one["x"]) if mark != "1")) for one in answer["leases"]
+    ]
+
+
+def opened_of(answer: Any) -> Opened:
+    """The answer of `open_trainer`, also a recalled one."""
+    return Opened(answer["epoch"], answer["event_id"], answer["reopened"])
+
+
+def _event(event_id: str, body: Mapping[str, bytes]) -> Event:
+    return Event(
+        id=event_id,
+        kind=body["kind"].decode(),
+        unix_s=int(body["ms"]) / 1000,
+        text=body["text"].decode(),
+        values=json.loads(body["values"]),
+        labels=json.loads(body["labels"]),
+        blob=body["blob"],
+    )

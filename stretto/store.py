@@ -1,0 +1,192 @@
+"""Redis, with its traps handled: scripts that run once, repeats through an outage, clear errors at start.
+
+    run(script, keys, args)    one atomic transition. Repeated on a lost connection with the SAME arguments until outage_s:
+                               the script itself must remember its answer under an operation id (redis-py's own retries are
+                               off, because they would run a command twice unnoticed)
+    read(commands)             one round trip of reads in a transaction; safe to repeat
+
+Answers are bytes. Nothing blocks on the server, so one client with a small pool is enough.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import redis.asyncio
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+from redis.exceptions import (
+    AuthenticationError,
+    AuthorizationError,
+    BusyLoadingError,
+    ConnectionError,
+    NoPermissionError,
+    NoScriptError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    ResponseError,
+    TimeoutError,
+)
+
+from stretto.errors import FencedError, FullError, InvalidArgumentError, RefusedError, StrettoError, UnavailableError
+
+log = logging.getLogger("stretto.store")
+T = TypeVar("T")
+
+BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.02, 1.0
+"""Delays between repeats: doubling, with jitter in [0.5, 1]."""
+_AWAY = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, OSError)
+_AWAY_WORDS = ("MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "LOADING", "READONLY")
+
+
+class ChangedError(RefusedError):
+    """The state changed after it was read: read it again and decide again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A Lua script and the name the server knows it by."""
+
+    name: str
+    text: str
+    sha: str
+
+    @classmethod
+    def of(cls, name: str, text: str) -> Script:
+        return cls(name, text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+
+def _refusal(err: ResponseError) -> StrettoError | None:
+    """The error that a script's reply "WORD message" stands for."""
+    word, _, message = str(err).partition(" ")
+    cls = {"FENCED": FencedError, "REFUSED": RefusedError, "CHANGED": ChangedError, "INVALID": InvalidArgumentError}.get(word)
+    return cls(message) if cls else None
+
+
+class Store:
+    """A client of one Redis-compatible server."""
+
+    def __init__(self, client: redis.asyncio.Redis, where: str, outage_s: float) -> None:
+        self._client, self._where, self._outage_s = client, where, outage_s
+        self.away_since_s: float | None = None
+        """time.monotonic() when the server went away; None while it answers."""
+
+    @classmethod
+    async def open(cls, url: str, *, timeout_s: float = 5.0, outage_s: float = 120.0, strict: bool = False) -> Store:
+        """Connect and check. Raises RefusedError on a wrong password or, when `strict`, without append-only persistence."""
+        try:
+            client = redis.asyncio.Redis.from_url(
+                url,
+                retry=Retry(NoBackoff(), 0),
+                socket_timeout=timeout_s,
+                socket_connect_timeout=timeout_s,
+                decode_responses=False,
+                max_connections=64,
+            )
+        except ValueError as err:
+            raise InvalidArgumentError(f"redis.url: {err}") from None
+        kwargs = client.connection_pool.connection_kwargs
+        store = cls(client, f"{kwargs.get('host', 'localhost')}:{kwargs.get('port', 6379)}", outage_s)
+        try:
+            await store._repeat(lambda: client.ping(), "PING")
+            await store._check_persistence(strict)
+        except BaseException:
+            await client.aclose()
+            raise
+        return store
+
+    async def _check_persistence(self, strict: bool) -> None:
+        try:
+            answer = await self._repeat(lambda: client_config(self._client), "CONFIG GET")
+        except StrettoError as err:
+            log.warning("store_persistence_unknown", extra={"fields": {"where": self._where, "error": err.message}})
+            return
+        if answer == b"yes":
+            return
+        message = (
+            f"Redis at {self._where} runs without append-only persistence: if it stops, the run is lost; start it with --appendonly yes"
+        )
+        if strict:
+            raise RefusedError(f'{message} (run.durability = "strict" demands it)')
+        log.warning("store_not_persistent", extra={"fields": {"where": self._where, "note": message}})
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    # -------------------------------------------------------------------------------------------------- commands
+
+    async def run(self, script: Script, keys: Sequence[str], args: Sequence[str | int | bytes]) -> Any:
+        """The script's answer. Raises FencedError, RefusedError, ChangedError as the script says, UnavailableError after outage_s."""
+
+        async def once() -> Any:
+            try:
+                return await self._client.execute_command("EVALSHA", script.sha, len(keys), *keys, *args)
+            except NoScriptError:  # a restarted server has forgotten it; EVAL teaches it again
+                return await self._client.execute_command("EVAL", script.text, len(keys), *keys, *args)
+
+        return await self._repeat(once, script.name)
+
+    async def read(self, *commands: Sequence[str | int | bytes]) -> list[Any]:
+        """The answers of read-only commands, taken at one moment."""
+
+        async def once() -> list[Any]:
+            async with self._client.pipeline(transaction=True) as pipe:
+                for command in commands:
+                    pipe.execute_command(*command)
+                return await pipe.execute()
+
+        return await self._repeat(once, "read") if commands else []
+
+    # -------------------------------------------------------------------------------------------------- outages
+
+    async def _repeat(self, once: Callable[[], Awaitable[T]], what: str) -> T:
+        delay_s, began_s = BACKOFF_FIRST_S, time.monotonic()
+        while True:
+            try:
+                answer = await once()
+            except (AuthenticationError, AuthorizationError, NoPermissionError) as err:
+                raise RefusedError(f"Redis at {self._where} refuses the user or password in redis.url: {err}") from None
+            except OutOfMemoryError as err:
+                raise FullError(f"Redis at {self._where} is out of memory: {err}; raise its maxmemory") from None
+            except _AWAY as err:
+                self._went_away(err)
+                if time.monotonic() - began_s > self._outage_s:
+                    raise UnavailableError(f"Redis at {self._where} did not answer {what} for {self._outage_s:g} s: {err}") from err
+            except ResponseError as err:
+                if (refusal := _refusal(err)) is not None:
+                    raise refusal from None
+                if not str(err).startswith(_AWAY_WORDS):
+                    raise StrettoError(f"Redis at {self._where}: {what}: {err}") from err
+                self._went_away(err)
+                if time.monotonic() - began_s > self._outage_s:
+                    raise UnavailableError(f"Redis at {self._where}: {what}: {err}") from err
+            else:
+                self._came_back()
+                return answer
+            await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
+            delay_s = min(delay_s * 2, BACKOFF_MAX_S)
+
+    def _went_away(self, err: Exception) -> None:
+        if self.away_since_s is None:
+            self.away_since_s = time.monotonic()
+            log.warning("store_away", extra={"fields": {"where": self._where, "error": str(err)}})
+
+    def _came_back(self) -> None:
+        if self.away_since_s is not None:
+            log.warning("store_back", extra={"fields": {"where": self._where, "away_s": round(time.monotonic() - self.away_since_s, 2)}})
+            self.away_since_s = None
+
+
+async def client_config(client: redis.asyncio.Redis) -> bytes | None:
+    """The server's `appendonly` setting."""
+    answer: Any = await client.execute_command("CONFIG", "GET", "appendonly")
+    if isinstance(answer, dict):
+        return next(iter(answer.values()), None)
+    return answer[1] if answer else None
