@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16stretto/v1/types.proto\x12\nstretto.v1\"3\n\tWeightsId\x12\x15\n\rtrainer_epoch\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\x03\"2\n\x0bVersionSpan\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x12\n\nnum_tokens\x18\x02 \x01(\x05\"\x81\x01\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\x05\x12\x0c\n\x04seed\x18\x06 \x01(\x04\"\xfb\x01\n\x06Prompt\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12$\n\x04kind\x18\x02 \x01(\x0e\x32\x16.stretto.v1.PromptKind\x12\x0f\n\x07ordinal\x18\x03 \x01(\x03\x12\x0b\n\x03row\x18\x04 \x01(\x03\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\x12\x13\n\x0b\x64\x61ta_source\x18\x06 \x01(\t\x12\x14\n\x0cground_truth\x18\x07 \x01(\t\x12\x12\n\nextra_json\x18\x08 \x01(\t\x12\x12\n\ngroup_size\x18\t \x01(\x05\x12,\n\x08sampling\x18\n \x01(\x0b\x32\x1a.stretto.v1.SamplingParams\x12\x0c\n\x04text\x18\x0b \x01(\t\"\xa6\x03\n\nTrajectory\x12\x12\n\nprompt_uid\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\x05\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\x12&\n\x05spans\x18\x05 \x03(\x0b\x32\x17.stretto.v1.VersionSpan\x12/\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x18.stretto.v1.FinishReason\x12\x0e\n\x06reward\x18\x07 \x01(\x01\x12?\n\rreward_extras\x18\x08 \x03(\x0b\x32(.stretto.v1.Trajectory.RewardExtrasEntry\x12\x17\n\nprediction\x18\t \x01(\tH\x00\x88\x01\x01\x12\r\n\x05\x65rror\x18\n \x01(\t\x12\x14\n\x0cgeneration_s\x18\x0b \x01(\x01\x12\x10\n\x08reward_s\x18\x0c \x01(\x01\x12\x12\n\nreplica_id\x18\r \x01(\t\x1a\x33\n\x11RewardExtrasEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_prediction\"\x82\x01\n\x05Group\x12\"\n\x06prompt\x18\x01 \x01(\x0b\x32\x12.stretto.v1.Prompt\x12,\n\x0ctrajectories\x18\x02 \x03(\x0b\x32\x16.stretto.v1.Trajectory\x12\x15\n\rversion_begin\x18\x03 \x01(\x03\x12\x10\n\x08\x61ttempts\x18\x04 \x01(\x05*r\n\nPromptKind\x12\x1b\n\x17PROMPT_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11PROMPT_KIND_TRAIN\x10\x01\x12\x14\n\x10PROMPT_KIND_USER\x10\x02\x12\x1a\n\x16PROMPT_KIND_VALIDATION\x10\x03*\x94\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x12\x18\n\x14\x46INISH_REASON_FAILED\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16stretto/v1/types.proto\x12\nstretto.v1\"3\n\tWeightsId\x12\x15\n\rtrainer_epoch\x18\x01 \x01(\x03\x12\x0f\n\x07version\x18\x02 \x01(\x03\"2\n\x0bVersionSpan\x12\x0f\n\x07version\x18\x01 \x01(\x03\x12\x12\n\nnum_tokens\x18\x02 \x01(\x05\"\x96\x01\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\x05\x12\x16\n\x0emax_new_tokens\x18\x04 \x01(\x05\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\x05\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x42\x0e\n\x0c_temperature\"\xfb\x01\n\x06Prompt\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12$\n\x04kind\x18\x02 \x01(\x0e\x32\x16.stretto.v1.PromptKind\x12\x0f\n\x07ordinal\x18\x03 \x01(\x03\x12\x0b\n\x03row\x18\x04 \x01(\x03\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\x12\x13\n\x0b\x64\x61ta_source\x18\x06 \x01(\t\x12\x14\n\x0cground_truth\x18\x07 \x01(\t\x12\x12\n\nextra_json\x18\x08 \x01(\t\x12\x12\n\ngroup_size\x18\t \x01(\x05\x12,\n\x08sampling\x18\n \x01(\x0b\x32\x1a.stretto.v1.SamplingParams\x12\x0c\n\x04text\x18\x0b \x01(\t\"\xa6\x03\n\nTrajectory\x12\x12\n\nprompt_uid\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\x05\x12\x11\n\ttoken_ids\x18\x03 \x01(\x0c\x12\x10\n\x08logprobs\x18\x04 \x01(\x0c\x12&\n\x05spans\x18\x05 \x03(\x0b\x32\x17.stretto.v1.VersionSpan\x12/\n\rfinish_reason\x18\x06 \x01(\x0e\x32\x18.stretto.v1.FinishReason\x12\x0e\n\x06reward\x18\x07 \x01(\x01\x12?\n\rreward_extras\x18\x08 \x03(\x0b\x32(.stretto.v1.Trajectory.RewardExtrasEntry\x12\x17\n\nprediction\x18\t \x01(\tH\x00\x88\x01\x01\x12\r\n\x05\x65rror\x18\n \x01(\t\x12\x14\n\x0cgeneration_s\x18\x0b \x01(\x01\x12\x10\n\x08reward_s\x18\x0c \x01(\x01\x12\x12\n\nreplica_id\x18\r \x01(\t\x1a\x33\n\x11RewardExtrasEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\r\n\x0b_prediction\"\x82\x01\n\x05Group\x12\"\n\x06prompt\x18\x01 \x01(\x0b\x32\x12.stretto.v1.Prompt\x12,\n\x0ctrajectories\x18\x02 \x03(\x0b\x32\x16.stretto.v1.Trajectory\x12\x15\n\rversion_begin\x18\x03 \x01(\x03\x12\x10\n\x08\x61ttempts\x18\x04 \x01(\x05*r\n\nPromptKind\x12\x1b\n\x17PROMPT_KIND_UNSPECIFIED\x10\x00\x12\x15\n\x11PROMPT_KIND_TRAIN\x10\x01\x12\x14\n\x10PROMPT_KIND_USER\x10\x02\x12\x1a\n\x16PROMPT_KIND_VALIDATION\x10\x03*\x94\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x12\x18\n\x14\x46INISH_REASON_FAILED\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,22 +33,22 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_TRAJECTORY_REWARDEXTRASENTRY']._loaded_options = None
   _globals['_TRAJECTORY_REWARDEXTRASENTRY']._serialized_options = b'8\001'
-  _globals['_PROMPTKIND']._serialized_start=1087
-  _globals['_PROMPTKIND']._serialized_end=1201
-  _globals['_FINISHREASON']._serialized_start=1204
-  _globals['_FINISHREASON']._serialized_end=1352
+  _globals['_PROMPTKIND']._serialized_start=1108
+  _globals['_PROMPTKIND']._serialized_end=1222
+  _globals['_FINISHREASON']._serialized_start=1225
+  _globals['_FINISHREASON']._serialized_end=1373
   _globals['_WEIGHTSID']._serialized_start=38
   _globals['_WEIGHTSID']._serialized_end=89
   _globals['_VERSIONSPAN']._serialized_start=91
   _globals['_VERSIONSPAN']._serialized_end=141
   _globals['_SAMPLINGPARAMS']._serialized_start=144
-  _globals['_SAMPLINGPARAMS']._serialized_end=273
-  _globals['_PROMPT']._serialized_start=276
-  _globals['_PROMPT']._serialized_end=527
-  _globals['_TRAJECTORY']._serialized_start=530
-  _globals['_TRAJECTORY']._serialized_end=952
-  _globals['_TRAJECTORY_REWARDEXTRASENTRY']._serialized_start=886
-  _globals['_TRAJECTORY_REWARDEXTRASENTRY']._serialized_end=937
-  _globals['_GROUP']._serialized_start=955
-  _globals['_GROUP']._serialized_end=1085
+  _globals['_SAMPLINGPARAMS']._serialized_end=294
+  _globals['_PROMPT']._serialized_start=297
+  _globals['_PROMPT']._serialized_end=548
+  _globals['_TRAJECTORY']._serialized_start=551
+  _globals['_TRAJECTORY']._serialized_end=973
+  _globals['_TRAJECTORY_REWARDEXTRASENTRY']._serialized_start=907
+  _globals['_TRAJECTORY_REWARDEXTRASENTRY']._serialized_end=958
+  _globals['_GROUP']._serialized_start=976
+  _globals['_GROUP']._serialized_end=1106
 # @@protoc_insertion_point(module_scope)

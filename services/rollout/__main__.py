@@ -1,0 +1,180 @@
+"""`python -m services.rollout --config recipe.toml [--set section.key=value …] [--replica-id NAME]`: one replica.
+
+Exit codes: 0 drained, 1 crashed (start again), 2 bad recipe, 3 fenced (another process runs under this name).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import platform
+import secrets
+import signal
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from stretto import recipe as recipes
+from stretto.errors import FencedError, InvalidArgumentError, RecipeError
+from stretto.recipe import Recipe
+
+if TYPE_CHECKING:
+    from services.rollout.engine_torch import TorchEngine
+    from services.rollout.reward import RewardPool
+
+SWITCH_INTERVAL_S = 0.0005
+"""The engine's thread and the event loop share one interpreter lock: neither may keep the other for 5 ms, the default."""
+SERVER_GRACE_S = 1.0
+"""For Generate calls in flight when the replica ends."""
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m services.rollout", description="One rollout replica.")
+    parser.add_argument("--config", required=True, help="recipe (TOML)")
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="section.key=value", help="override the recipe")
+    parser.add_argument("--replica-id", default=None, help="unique in the run; default r-<host>-<random>")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _arguments(argv)
+    try:
+        recipe = recipes.load(arguments.config, arguments.set, os.environ)
+    except RecipeError as err:
+        sys.stderr.write(f"{err.message}\n")
+        return 2
+    # Before torch, tokenizers and the forks of the reward pool are there to read it.
+    os.environ.setdefault("OMP_NUM_THREADS", str(recipe.rollout.threads))
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until there is something to drain
+    replica_id = arguments.replica_id or f"r-{platform.node()}-{secrets.token_hex(3)}"
+
+    from stretto import telemetry
+
+    log = telemetry.setup("rollout", recipe.run.log_level)
+    try:
+        asyncio.run(_serve(recipe, replica_id))
+    except FencedError as err:
+        log.error("fenced", extra={"fields": {"replica_id": replica_id, "error": err.message}})
+        return 3
+    except (RecipeError, InvalidArgumentError) as err:
+        sys.stderr.write(f"{err.message}\n")
+        return 2
+    return 0
+
+
+async def _serve(recipe: Recipe, replica_id: str) -> None:
+    """The replica's whole life: build, work until told to drain, close."""
+    from services.rollout.reward import RewardPool
+
+    pool = RewardPool(recipe.reward.function, recipe.reward.workers, recipe.reward.deadline_s)  # its processes before our threads
+    try:
+        await _serve_with(recipe, replica_id, pool)
+    finally:
+        await pool.close()
+
+
+async def _serve_with(recipe: Recipe, replica_id: str, pool: RewardPool) -> None:
+    import torch
+
+    from services.rollout.driver import Driver
+    from services.rollout.link import SchedulerLink
+    from services.rollout.scoring import Scorer, decoder
+    from services.rollout.server import SERVICE, RolloutServicer
+    from services.rollout.weights import Follower
+    from services.rollout.worker import Settings, Worker
+    from stretto import rpc, telemetry
+    from stretto.v1 import rollout_pb2_grpc
+    from stretto.weights.subscriber import Subscriber
+
+    torch.set_num_threads(recipe.rollout.threads)
+    device, tokenizer = _device(recipe.rollout.device), _tokenizer(recipe)
+    settings = Settings(
+        recipe.sampling.group_size, recipe.rollout.prefetch_groups, recipe.scheduler.wait_max_s, recipe.scheduler.heartbeat_s
+    )
+    worker = Worker(settings, SchedulerLink(recipe.peers.scheduler, replica_id))
+    _on_signals(worker.drain)
+    driver = Driver(
+        lambda: _engine(recipe, device),
+        policy=recipe.rollout.update_policy,
+        keep_partials=recipe.scheduler.partial_rollout,
+        on_ended=worker.on_ended,
+        on_died=worker.on_died,
+    )
+    sync = recipe.weightsync
+    subscriber = Subscriber(recipe.peers.weightsync, replica_id, sync.backend, device, sync.phase_deadline_s)
+    follower = Follower(subscriber, driver, is_pinned=lambda: worker.book.is_pinned, on_change=worker.on_weights, lease_s=sync.lease_s)
+    scorer = Scorer(pool, decoder(tokenizer), is_wanted=worker.book.wants, on_scored=worker.on_scored)
+    worker.attach(driver, follower, scorer)
+    await driver.start()
+    engine = f"torch {torch.__version__}"
+    servicer = RolloutServicer(recipe, worker, driver, tokenizer, engine=engine, num_reward_workers=pool.num_workers)
+    server = await rpc.serve(recipe.rollout.listen, lambda s: rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, s), [SERVICE])
+    metrics_port = telemetry.serve_metrics(recipe.rollout.metrics_listen)
+    worker.address = f"{recipe.rollout.advertise or server.host}:{server.port}"
+    _log_start(worker, device, driver.vitals.slots, metrics_port)
+    try:
+        await worker.run()
+    finally:
+        await server.drain(SERVER_GRACE_S)
+        await driver.stop()
+        await subscriber.close()
+        await worker.link.close()
+
+
+def _log_start(worker: Any, device: str, slots: int, metrics_port: int) -> None:
+    import logging
+
+    fields = {
+        "replica_id": worker.link.replica_id,
+        "address": worker.address,
+        "device": device,
+        "slots": slots,
+        "metrics_port": metrics_port,
+    }
+    logging.getLogger("stretto.rollout").info("started", extra={"fields": fields})
+
+
+def _on_signals(drain: Any) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, drain)
+
+
+def _device(wanted: str) -> str:
+    """ "auto" is the accelerator torch sees, else the CPU."""
+    import torch
+
+    if wanted != "auto":
+        return wanted
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None or accelerator.type == "mps" else accelerator.type
+
+
+def _tokenizer(recipe: Recipe) -> Any:
+    from transformers import AutoTokenizer
+
+    path = recipe.model_path
+    if not (path / "config.json").is_file():
+        raise RecipeError(f"model.path = '{path}': there is no config.json")
+    return AutoTokenizer.from_pretrained(path)
+
+
+def _engine(recipe: Recipe, device: str) -> TorchEngine:
+    import torch
+
+    from services.rollout.engine_torch import TorchEngine
+
+    return TorchEngine(
+        recipe.model_path,
+        device=device,
+        dtype=getattr(torch, recipe.model.dtype),
+        slots=recipe.rollout.slots,
+        max_len=recipe.data.max_prompt_tokens + recipe.sampling.max_new_tokens,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
