@@ -645,7 +645,9 @@ class ReaderStatus(_message.Message):
     replica_id: _builtins.str
     backend: _builtins.str
     last_error: _builtins.str
+    """Why its last load failed; empty after one that went well."""
     last_heard_s: _builtins.float
+    """Seconds since it last called; 0 while it watches."""
     @_builtins.property
     def held(self) -> _types_pb2.WeightsId: ...
     def __init__(

@@ -20,7 +20,8 @@ import numpy as np
 import xxhash
 
 from stretto.errors import CorruptError, InvalidArgumentError
-from stretto.v1 import types_pb2, weightsync_pb2 as pb
+from stretto.v1 import types_pb2
+from stretto.v1 import weightsync_pb2 as pb
 
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 """A flat array of uint8."""
@@ -28,12 +29,8 @@ ALIGNMENT = 64
 """Bytes. A cache line, and enough for every dtype's alignment."""
 COPY_BYTES = 256 << 10
 """Bytes copied and then hashed while they are still in the core's own cache."""
-DTYPE_BYTES: Mapping[str, int] = {
-    **{"BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1},
-    **{"U16": 2, "I16": 2, "F16": 2, "BF16": 2},
-    **{"U32": 4, "I32": 4, "F32": 4},
-    **{"U64": 8, "I64": 8, "F64": 8},
-}
+_DTYPES_BY_BYTES = {1: "BOOL U8 I8 F8_E4M3 F8_E5M2", 2: "U16 I16 F16 BF16", 4: "U32 I32 F32", 8: "U64 I64 F64"}
+DTYPE_BYTES: Mapping[str, int] = {name: n for n, names in _DTYPES_BY_BYTES.items() for name in names.split()}
 """safetensors' names and the bytes of one element."""
 
 
@@ -181,7 +178,7 @@ class Hasher:
         self._left -= len(data)
         while len(data):
             piece, data = data[: self._left_in_bucket], data[self._left_in_bucket :]
-            self._running.update(piece)
+            self._running.update(piece.data)
             self._left_in_bucket -= len(piece)
             if not self._left_in_bucket:
                 self._close_bucket()

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import grpc
-import grpc.aio
 import numpy as np
 
 from stretto import rpc
