@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 
 
@@ -23,6 +24,8 @@ def main() -> int:
         sys.stderr.write(f"{err}\n")
         return 2
     os.environ.setdefault("OMP_NUM_THREADS", str(loaded.trainer.threads))  # before torch is imported
+
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # nothing is begun yet; the server brings its own
 
     from services.trainer import server
 

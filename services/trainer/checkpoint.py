@@ -175,7 +175,7 @@ def prune(folder: Path, keep: int) -> list[str]:
     kept, removed = {path.name for _, path in found.stable[:keep]}, list[str]()
     for path in sorted(folder.glob("step-*")):
         match = _STEP.fullmatch(path.name)
-        if match and path.name not in kept and int(match["step"]) < found.stable[0][0]:
+        if match and path.is_dir() and path.name not in kept and int(match["step"]) < found.stable[0][0]:
             (path / STABLE).unlink(missing_ok=True)  # first: a removal cut short leaves nothing that looks stable
             shutil.rmtree(path)
             removed.append(path.name)

@@ -32,6 +32,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors import SafetensorError
 
 from services.trainer import checkpoint, metrics
 from services.trainer.checkpoint import Cut
@@ -40,7 +41,7 @@ from services.trainer.feed import Feed, is_ours
 from services.trainer.ledger import Ledger
 from services.trainer.metrics import BusyShare, MetricsFiles
 from services.trainer.publish import Relay
-from stretto.errors import DeadlineError, FencedError, RefusedError, StrettoError, UnavailableError
+from stretto.errors import CorruptError, DeadlineError, FencedError, InvalidArgumentError, RefusedError, StrettoError, UnavailableError
 from stretto.recipe import Recipe
 from stretto.v1 import scheduler_pb2 as pb
 from stretto.v1.types_pb2 import Group
@@ -55,6 +56,18 @@ POLL_S = 0.2
 """Between two looks at the run's phase, once all steps are done."""
 CATCH_UP_S = 2.0
 """How long the feed may be behind the phase before the last evaluation is taken from the status."""
+
+
+DONE_GRACE_S = 10.0
+"""Over validation.deadline_s, at which the scheduler itself cuts the last evaluation."""
+
+
+Snapshot = tuple[Path, dict[str, Any]]
+"""(folder with the model's files, copy of the learner's state): what is left to do needs no learner."""
+
+
+class CannotResumeError(StrettoError):
+    """The checkpoint, the recipe or the store forbids to go on; a restart will not help."""
 
 
 class StepReport(Protocol):
@@ -119,20 +132,46 @@ class Loop:
             self._close()
 
     def _resume(self, make_learner: Callable[[], Learner]) -> None:
-        """Take over at the newest stable checkpoint: model, ledger, metrics files, relay."""
-        newest = self._choose()
+        """Take over at the newest stable checkpoint. Raises CannotResumeError where a restart would not help."""
+        try:
+            cut = self._load(make_learner)
+            k = self._saved_step
+            is_over = k == self._total and self._ledger.wait_status().phase == pb.RUN_PHASE_DONE
+            opened = pb.OpenTrainerResponse() if is_over else self._open(k)
+        except FencedError:
+            raise
+        except (RefusedError, InvalidArgumentError, CorruptError) as err:
+            raise CannotResumeError(err.message) from err
+        self._take_files(cut, opened)
+        metrics.STEP.set(k)
+        metrics.CHECKPOINT_STEP.set(k)
+        if not is_over:
+            self._publish(k)
+            if self._saved:  # the last incarnation may have been killed before it said so
+                self._ledger.commit_checkpoint(k, self._saved.path)
+        self._whole_step = k
+
+    def _load(self, make_learner: Callable[[], Learner]) -> Cut | None:
+        """The learner as the newest stable checkpoint has it, or with base weights. Returns the checkpoint's cut."""
+        self._saved = self._choose()
         self._learner = make_learner()
         self._stop.check()
-        cut = None
-        if newest:
-            cut, state = checkpoint.load(Path(newest.path))
-            if cut.run != self._recipe.run.name:
-                raise RefusedError(f"checkpoint {newest.path} is of run {cut.run!r}, not {self._recipe.run.name!r}; use another run.folder")
-            self._learner.load_state(state)
-        self._saved, k = newest, newest.step if newest else 0
-        is_over = k == self._total and self._ledger.wait_status().phase == pb.RUN_PHASE_DONE
-        opened = pb.OpenTrainerResponse() if is_over else self._open(k)
-        # Danger: the folder is cut and claimed only now, as the one trainer of the run; a fenced one must not touch it.
+        if self._saved is None:
+            return None
+        cut, state = checkpoint.load(Path(self._saved.path))
+        if cut.run != self._recipe.run.name:
+            raise RefusedError(
+                f"checkpoint {self._saved.path} is of run {cut.run!r}, not {self._recipe.run.name!r}; use another run.folder"
+            )
+        self._learner.load_state(state)
+        return cut
+
+    def _take_files(self, cut: Cut | None, opened: pb.OpenTrainerResponse) -> None:
+        """Claim the checkpoint folder, cut the metrics files, begin to watch.
+
+        Danger: only after OpenTrainer, as the one trainer of the run; a fenced one must not touch the files of its successor.
+        """
+        k = self._saved_step
         self._claim = checkpoint.claim(self._folder)
         self._files = MetricsFiles(self._recipe.run.folder, k)
         if cut and self._files.num_bytes < cut.metrics_bytes:
@@ -142,13 +181,6 @@ class Loop:
         self._feed = Feed(self._ledger.stub, self._files.last_event_id or "0", self._keeper(opened.event_id, k))
         fields = {"step": k, "epoch": self._ledger.epoch, "reopened": opened.num_reopened, "lines_cut": self._files.num_cut}
         log.info("resumed" if k else "started", extra={"fields": fields})
-        metrics.STEP.set(k)
-        metrics.CHECKPOINT_STEP.set(k)
-        if not is_over:
-            self._publish(k)
-            if newest:
-                self._ledger.commit_checkpoint(k, newest.path)
-        self._whole_step = k
 
     def _choose(self) -> Saved | None:
         """The newest stable checkpoint. Names what is not used, removes what dead writers left."""
@@ -197,8 +229,7 @@ class Loop:
         end = time.monotonic()
         scalars |= {"commit_s": committed - published, "checkpoint_s": end - committed, "step_s": end - begin}
         self._record(step, scalars)
-        if snapshot:
-            self._save(step, snapshot)  # behind the line: a stable checkpoint has all lines up to its step
+        self._save(step, snapshot)  # behind the line: a stable checkpoint has all lines up to its step
         if stop_requested:
             self._stop.request()
 
@@ -295,16 +326,30 @@ class Loop:
     def _is_checkpoint_due(self, step: int) -> bool:
         return step % self._recipe.trainer.checkpoint_every_steps == 0 or step == self._total or self._saves.any_waiting
 
-    def _snapshot(self, step: int) -> tuple[Path, dict[str, Any]]:
+    def _snapshot(self, step: int) -> Snapshot | None:
         """Everything a checkpoint needs from the learner, in copies. Waits for the one in flight: at most one at a time."""
         with self._status.during("saving"):
             self._await_saving()
-            tmp = checkpoint.begin(self._folder, step)
-            self._learner.save_pretrained(tmp)
+            try:
+                tmp = checkpoint.begin(self._folder, step)
+                self._learner.save_pretrained(tmp)
+            except (OSError, SafetensorError) as err:
+                self._note_failure(step, err)
+                failed: Future[Path] = Future()
+                failed.set_exception(err)
+                _answer(self._saves.take(), step, failed)
+                return None
             return tmp, checkpoint.copied(self._learner.state())
 
-    def _save(self, step: int, snapshot: tuple[Path, dict[str, Any]]) -> None:
+    def _note_failure(self, step: int, err: Exception) -> None:
+        """A checkpoint that cannot be written (a full disk) ends the run only if it is the last: the next may succeed."""
+        metrics.CHECKPOINTS_FAILED.inc()
+        log.error("checkpoint_failed", extra={"fields": {"step": step, "error": str(err)}})
+
+    def _save(self, step: int, snapshot: Snapshot | None) -> None:
         """Have `snapshot` written; whoever asked for a checkpoint is answered when it is durable."""
+        if snapshot is None:
+            return
         files, (tmp, state), asked = self._files, snapshot, self._saves.take()
         assert files
         cut = Cut(
@@ -325,7 +370,7 @@ class Loop:
         self._saving = (step, future)
 
     def _settle(self, wait_s: float = 0.0) -> None:
-        """Tell the ledger about a checkpoint that became durable. A failed one is logged and counted; the next may succeed."""
+        """Tell the ledger about a checkpoint that became durable, waiting up to `wait_s` for it."""
         if self._saving is None:
             return
         step, future = self._saving
@@ -336,15 +381,22 @@ class Loop:
         try:
             path = future.result()
         except (OSError, RuntimeError) as err:
-            metrics.CHECKPOINTS_FAILED.inc()
-            log.exception("checkpoint_failed", extra={"fields": {"step": step, "error": str(err)}})
+            self._note_failure(step, err)
             return
         removed = self._ledger.commit_checkpoint(step, str(path))
         self._saved = Saved(step, str(path))
         self._status.checkpoint_step = step
         metrics.CHECKPOINT_STEP.set(step)
         log.info("checkpoint", extra={"fields": {"step": step, "path": str(path), "groups_released": removed}})
-        self._writer.submit(checkpoint.prune, self._folder, self._recipe.trainer.keep_checkpoints)
+        self._writer.submit(self._prune)
+
+    def _prune(self) -> None:
+        try:
+            removed = checkpoint.prune(self._folder, self._recipe.trainer.keep_checkpoints)
+        except OSError as err:
+            log.warning("prune_failed", extra={"fields": {"error": str(err)}})
+        else:
+            log.debug("checkpoints_pruned", extra={"fields": {"names": removed}})
 
     def _await_saving(self) -> None:
         while self._saving:
@@ -370,7 +422,7 @@ class Loop:
         """Until the last evaluation has ended and has its line, or validation.deadline_s is over."""
         assert self._files
         assert self._feed
-        deadline_s = time.monotonic() + self._recipe.validation.deadline_s + CATCH_UP_S
+        deadline_s = time.monotonic() + self._recipe.validation.deadline_s + DONE_GRACE_S
         while True:
             self._look_after()
             try:

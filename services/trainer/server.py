@@ -23,10 +23,10 @@ import grpc.aio
 
 from services.trainer.control import STOP_S, SaveRequests, Status, Stop, Stopping
 from services.trainer.ledger import Ledger
-from services.trainer.loop import Learner, Loop
+from services.trainer.loop import CannotResumeError, Learner, Loop
 from services.trainer.publish import Relay
 from stretto import rpc, telemetry
-from stretto.errors import FencedError, InvalidArgumentError, RefusedError, StrettoError
+from stretto.errors import FencedError, RefusedError, StrettoError
 from stretto.recipe import Recipe
 from stretto.v1 import trainer_pb2 as pb
 from stretto.v1 import trainer_pb2_grpc as pb_grpc
@@ -97,12 +97,17 @@ def stop_on_signals(stop: Stop) -> None:
         if stop.is_requested:
             return
         stop.request()
-        last = threading.Timer(STOP_S, os._exit, args=(0,))
+        last = threading.Timer(STOP_S, _leave)
         last.daemon = True
         last.start()
 
     signal.signal(signal.SIGTERM, request)
     signal.signal(signal.SIGINT, request)
+
+
+def _leave() -> None:
+    log.warning("stopped_in_the_middle", extra={"fields": {"after_s": STOP_S}})
+    os._exit(0)
 
 
 def resolve_device(wanted: str) -> str:
@@ -160,8 +165,8 @@ def main(recipe: Recipe, make: Callable[[Recipe], Learner] = make_learner) -> in
     except FencedError as err:
         log.error("fenced", extra={"fields": {"error": err.message}})
         return EXIT_FENCED
-    except (RefusedError, InvalidArgumentError) as err:
-        log.error("refused", extra={"fields": {"error": err.message}})
+    except CannotResumeError as err:
+        log.error("cannot_resume", extra={"fields": {"error": err.message}})
         return EXIT_CONFIGURATION
     except StrettoError as err:
         log.error("failed", extra={"fields": {"error": err.message}})

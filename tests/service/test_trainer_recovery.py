@@ -109,3 +109,15 @@ def test_a_checkpoint_the_store_can_no_longer_follow_is_refused_once_with_exit_c
     with world(tmp_path, total=4) as w:
         w.scheduler.checkpointed = 3
         assert ended(w.start()) == 2
+
+
+def test_a_checkpoint_that_cannot_be_written_is_counted_as_none_and_the_run_goes_on(tmp_path: Path) -> None:
+    with world(tmp_path, total=6) as w:
+        (tmp_path / "checkpoints").mkdir()
+        (tmp_path / "checkpoints" / "step-3").write_text("in the way")
+        trainer = w.start()
+        until(lambda: w.scheduler.phase == pb.RUN_PHASE_FINISHING, "last checkpoint committed")
+        w.scheduler.phase = pb.RUN_PHASE_DONE
+        assert ended(trainer) == 0
+        assert [step for method, step in w.scheduler.calls if method == "CommitCheckpoint"] == [6]
+        assert "checkpoint_failed" in w.log()
