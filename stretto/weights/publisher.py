@@ -54,9 +54,18 @@ def offers(backend: str) -> tuple[str, ...]:
 class Publisher:
     """The only writer of a trainer epoch."""
 
-    def __init__(self, target: str, backend: str = "auto", bucket_bytes: int = DEFAULT_BUCKET_BYTES, deadline_s: float = 60.0) -> None:
-        """`deadline_s` bounds each phase, and for how long an absent or full relay is tried again."""
+    def __init__(
+        self,
+        target: str,
+        backend: str = "auto",
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        deadline_s: float = 60.0,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> None:
+        """`deadline_s` bounds each phase, and for how long an absent or full relay is tried again; `sleep` may raise to end
+        such a wait early."""
         self._target, self._backend, self._bucket_bytes, self._deadline_s = target, backend, bucket_bytes, deadline_s
+        self._sleep = sleep
         self._channel = rpc.connect_blocking(target)
         self._stub = pb_grpc.WeightSyncServiceStub(self._channel)
         self._send = self._channel.stream_unary(stream.PUBLISH, response_deserializer=pb.PublishResponse.FromString)
@@ -194,7 +203,7 @@ class Publisher:
                     log.warning("publish_waits", extra={"fields": {"what": what, "error": err.message}})
                 if offered == self._offers:  # else: shm was just found out of reach, and grpc is next
                     self._offers = offers(self._backend)
-                    time.sleep(delay_s)
+                    self._sleep(delay_s)
                     delay_s = min(delay_s * 2, rpc.BACKOFF_MAX_S)
 
     def _at_deadline(self, err: StrettoError, what: str) -> StrettoError:
