@@ -278,7 +278,7 @@ class World:
             "data": {"train": "x"},
             "peers": self.peers,
         }
-        return tree | {"scheduler": {"batch_groups": self.scheduler.batch}, "weightsync": {"backend": "grpc"}, "trainer": trainer}
+        return tree | {"scheduler": {"batch_groups": self.scheduler.batch}, "weightsync": {"backend": "auto"}, "trainer": trainer}
 
     def start(self, **trainer: Any) -> ForkServerProcess:
         """A trainer process. Forked from a server that has imported everything: a start costs milliseconds, not seconds."""

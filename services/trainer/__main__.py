@@ -11,8 +11,8 @@ import sys
 def main() -> int:
     """Exit code; see server.py."""
     parser = argparse.ArgumentParser(prog="python -m services.trainer", description="The trainer of a run.")
-    parser.add_argument("--config", help="TOML recipe")
-    parser.add_argument("--set", action="append", default=[], metavar="section.key=value", help="overrides the recipe; repeatable")
+    parser.add_argument("--config", required=True, help="recipe (TOML)")
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="section.key=value", help="override the recipe")
     args = parser.parse_args()
 
     from stretto import recipe
@@ -21,7 +21,7 @@ def main() -> int:
     try:
         loaded = recipe.load(args.config, args.set, os.environ)
     except RecipeError as err:
-        sys.stderr.write(f"{err}\n")
+        sys.stderr.write(f"{err.message}\n")
         return 2
     os.environ.setdefault("OMP_NUM_THREADS", str(loaded.trainer.threads))  # before torch is imported
 

@@ -225,10 +225,12 @@ class Loop:
         stop_requested = self._ledger.commit_step(step, scalars)
         committed = time.monotonic()
         self._note_commit(step, report)
-        snapshot = self._snapshot(step) if stop_requested or self._is_checkpoint_due(step) else None
-        end = time.monotonic()
-        scalars |= {"commit_s": committed - published, "checkpoint_s": end - committed, "step_s": end - begin}
-        self._record(step, scalars)
+        try:
+            snapshot = self._snapshot(step) if stop_requested or self._is_checkpoint_due(step) else None
+        finally:  # the step is committed: it gets its line, also when a stop ends the wait for the checkpoint in flight
+            end = time.monotonic()
+            scalars |= {"commit_s": committed - published, "checkpoint_s": end - committed, "step_s": end - begin}
+            self._record(step, scalars)
         self._save(step, snapshot)  # behind the line: a stable checkpoint has all lines up to its step
         if stop_requested:
             self._stop.request()

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from stretto.endpoints import free_port
 from stretto.errors import UnavailableError
+from stretto.health import is_serving
 from stretto.v1 import scheduler_pb2 as pb
-from tests.trainer_world import World, ended, until, world
+from stretto.weights.publisher import Publisher
+from tests.trainer_world import WAIT_S, World, ended, until, world
 
 KILLED = -9
 
@@ -121,3 +128,39 @@ def test_a_checkpoint_that_cannot_be_written_is_counted_as_none_and_the_run_goes
         assert ended(trainer) == 0
         assert [step for method, step in w.scheduler.calls if method == "CommitCheckpoint"] == [6]
         assert "checkpoint_failed" in w.log()
+
+
+def test_the_relay_killed_while_steps_go_on_costs_no_step_and_gets_the_newest_version_again(tmp_path: Path) -> None:
+    port = free_port()
+    with world(tmp_path, total=60) as w, real_relay(w, port) as relay:
+        trainer = w.start()
+        until(lambda: w.scheduler.committed >= 20, "20 steps")
+        relay.kill()
+        relay.wait()
+        w.scheduler.available = 2 * (w.scheduler.committed + 5)
+        with real_relay(w, port):
+            until(lambda: w.scheduler.committed * 2 == w.scheduler.available, "the steps there are groups for")
+            with Publisher(f"127.0.0.1:{port}", "auto", deadline_s=WAIT_S) as reader:
+                assert reader.newest() == (1, w.scheduler.committed)
+            w.scheduler.available = 120
+            until(lambda: w.scheduler.phase == pb.RUN_PHASE_FINISHING, "last checkpoint committed")
+            w.scheduler.phase = pb.RUN_PHASE_DONE
+            assert ended(trainer) == 0
+            assert w.trained_once()
+
+
+@contextmanager
+def real_relay(w: World, port: int) -> Iterator[subprocess.Popen[bytes]]:
+    """The weightsync service itself, where the trainers of `w` dial."""
+    w.peers["weightsync"] = f"127.0.0.1:{port}"
+    recipe = w.folder / "relay.toml"
+    recipe.write_text(
+        f'[run]\nfolder = "{w.folder}"\n[model]\npath = "m"\n[data]\ntrain = "x"\n[weightsync]\nlisten = "127.0.0.1:{port}"\n'
+    )
+    process = subprocess.Popen([sys.executable, "-m", "services.weightsync", "--config", str(recipe)], stderr=subprocess.DEVNULL)
+    try:
+        until(lambda: is_serving(f"127.0.0.1:{port}"), "relay serves")
+        yield process
+    finally:
+        process.kill()
+        process.wait()
