@@ -192,14 +192,13 @@ class TorchEngine:
         ids_PL = np.zeros((len(texts), int(lengths.max())), dtype=np.int64)
         for row, text in zip(ids_PL, texts, strict=True):
             row[: len(text)] = text
-        source_B = np.repeat(np.arange(len(groups)), [len(g) for g in groups])
-        source = self._to_device(source_B)
-        self._cache.at_prefill(self._table.n, source, ids_PL.shape[1])
+        copies = [len(g) for g in groups]
+        self._cache.at_prefill(self._table.n, copies, ids_PL.shape[1])
         logits_PV = self._forward.prefill(self._to_device(ids_PL), self._to_device(lengths - 1))
         self.prefilled_tokens += int(lengths.sum())
         for sequence in (s for g in groups for s in g):
             self._table.append(sequence, self._stops(sequence.request))
-        return logits_PV.index_select(0, source) if len(source_B) > len(groups) else logits_PV
+        return logits_PV.repeat_interleave(self._to_device(np.array(copies)), 0, output_size=sum(copies))
 
     def _decode(self, rows: int) -> torch.Tensor:
         positions = self._table.positions(rows)
@@ -237,8 +236,7 @@ class TorchEngine:
             return
         target, source = self._table.remove(rows)
         if target.size:
-            longest = int(self._table.positions(self._table.n).max())
-            self._cache.move(self._to_device(target), self._to_device(source), longest)
+            self._cache.move(self._to_device(target), self._to_device(source))
 
     def _to_device(self, array: NDArray[Any]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self._device)

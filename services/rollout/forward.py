@@ -6,7 +6,7 @@
     decode(ids_B, pos_B, …)      one token per row against the cache                                         -> logits_BV
 
 FusedForward reads the very parameters of the transformers model: q, k, v (and gate, up) become views of one matrix, so
-loading weights by name fills both. On a small model it halves the time of a step, which is mostly the cost of calls.
+loading weights by name fills both. On a small model, whose steps are mostly the cost of calls, it saves a third of the time.
 """
 
 from __future__ import annotations
@@ -132,8 +132,9 @@ class _Layer:
     norm: nn.Module
     qkv: torch.Tensor
     qkv_bias: torch.Tensor | None
-    q_norm: nn.Module | None
-    k_norm: nn.Module | None
+    qk_norm: torch.Tensor | None
+    """[2, D]: the weights of q_norm and k_norm."""
+    qk_eps: float
     out: nn.Linear
     mlp_norm: nn.Module
     gate_up: torch.Tensor
@@ -153,6 +154,8 @@ class FusedForward:
         self._num_kv: int = config.num_key_value_heads
         self._size: int = body.layers[0].self_attn.head_dim
         self._scale: float = body.layers[0].self_attn.scaling
+        self._is_key = torch.tensor([0] * self._num_q + [1] * self._num_kv, device=cache.device)
+        """[Q + H]: row of qk_norm for each head."""
         self._layers = [_fuse(layer) for layer in body.layers]
         self._cos, self._sin = _rotary_tables(body, cache.max_len)
 
@@ -185,8 +188,8 @@ class FusedForward:
         num_q, num_kv = self._num_q, self._num_kv
         qkv = F.linear(_normed(x_Nh, w.norm), w.qkv, w.qkv_bias).view(-1, num_q + 2 * num_kv, self._size)
         qk, v = qkv[:, : num_q + num_kv], qkv[:, num_q + num_kv :]
-        if w.q_norm is not None and w.k_norm is not None:
-            qk = torch.cat((_normed(qk[:, :num_q], w.q_norm), _normed(qk[:, num_q:], w.k_norm)), 1)
+        if w.qk_norm is not None:
+            qk = F.rms_norm(qk, (self._size,), None, w.qk_eps) * w.qk_norm[self._is_key]
         qk = torch.addcmul(qk * cos, qk.roll(self._size // 2, -1), sin)
         return qk[:, :num_q], qk[:, num_q:], v
 
@@ -221,12 +224,13 @@ def _normed(x: torch.Tensor, norm: Any) -> torch.Tensor:
 def _fuse(layer: Any) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
+    norms = [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
     return _Layer(
         norm=layer.input_layernorm,
         qkv=_stack([p.weight for p in qkv]),
         qkv_bias=None if qkv[0].bias is None else _stack([p.bias for p in qkv]),
-        q_norm=getattr(attention, "q_norm", None),
-        k_norm=getattr(attention, "k_norm", None),
+        qk_norm=_stack([n.weight for n in norms]).view(2, -1) if norms else None,
+        qk_eps=norms[0].variance_epsilon if norms else 0.0,
         out=attention.o_proj,
         mlp_norm=layer.post_attention_layernorm,
         gate_up=_stack([mlp.gate_proj.weight, mlp.up_proj.weight]),

@@ -10,6 +10,8 @@ C grows in blocks as answers grow, so a large max_len costs memory only when a l
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
 BLOCK = 16
@@ -31,8 +33,7 @@ class KVCache:
         """True where a row may attend."""
         self._pos_B = torch.empty(0, dtype=torch.long)
         self._flat: dict[int, torch.Tensor] = {}
-        self._source: torch.Tensor | None = None
-        self._first_row = 0
+        self._runs: list[tuple[int, int, int, int]] = []
 
     def at_decode(self, pos_B: torch.Tensor, longest: int) -> None:
         """Next: row b writes its one token at pos_B[b] and attends to 0..pos_B[b]; `longest` = max(pos_B)."""
@@ -44,11 +45,17 @@ class KVCache:
         self._pos_B = pos_B
         self._flat.clear()
 
-    def at_prefill(self, first_row: int, source: torch.Tensor, length: int) -> None:
-        """Next: sequence source[i] of the batch is written to row first_row + i, positions 0..length-1."""
+    def at_prefill(self, first_row: int, copies: list[int], length: int) -> None:
+        """Next: prompt i of the batch is written to the next copies[i] rows, from first_row on; positions 0..length-1."""
         self.prefilling = True
         self._reserve(length)
-        self._first_row, self._source, self.kv_length = first_row, source, length
+        self.kv_length = length
+        self._runs.clear()
+        prompt, row = 0, first_row
+        for n, same in itertools.groupby(copies):
+            prompts = len(list(same))
+            self._runs.append((prompt, prompts, row, n))
+            prompt, row = prompt + prompts, row + prompts * n
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Stores [N, H, L or 1, D] and returns what to attend to: the same in a prefill, the rows' caches in a decode step."""
@@ -62,10 +69,11 @@ class KVCache:
         n, kv = self.num_rows, self.kv_length
         return stored_keys[:n, :, :kv], stored_values[:n, :, :kv]
 
-    def move(self, target: torch.Tensor, source: torch.Tensor, length: int) -> None:
-        """Positions 0..length-1 of rows `source` are copied over rows `target` (disjoint)."""
+    def move(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Rows `source` are copied over rows `target` (disjoint). Whole rows: contiguous, so cheaper than the used part."""
         for stored in self._tensors():
-            stored[target, :, :length] = stored[source, :, :length]
+            flat = stored.view(self.slots, -1)
+            flat.index_copy_(0, target, flat.index_select(0, source))
 
     def clear(self, rows: torch.Tensor) -> None:
         """Zeroes rows that may hold NaN: stale positions are masked by weight 0, and 0 x NaN would poison the next owner."""
@@ -85,11 +93,10 @@ class KVCache:
         return torch.zeros(self.slots, like.shape[1], self.capacity, like.shape[3], dtype=like.dtype, device=self.device)
 
     def _scatter(self, stored: torch.Tensor, new: torch.Tensor) -> None:
-        source = self._source
-        assert source is not None
-        shared = source.shape[0] != new.shape[0]
-        rows = slice(self._first_row, self._first_row + source.shape[0])
-        stored[rows, :, : self.kv_length] = new.index_select(0, source) if shared else new
+        """One broadcast copy for each run of prompts with equally many rows."""
+        for prompt, prompts, row, n in self._runs:
+            rows = stored[row : row + prompts * n, :, : self.kv_length]
+            rows.unflatten(0, (prompts, n)).copy_(new[prompt : prompt + prompts, None])
 
     def _put(self, stored: torch.Tensor, new: torch.Tensor) -> None:
         n, heads, _, size = new.shape
