@@ -92,6 +92,12 @@ class _Call(Generic[T]):
     timeout_s: float = CALL_S
 
 
+def _failure(err: grpc.RpcError, address: str) -> StrettoError:
+    """What the service raised; that it cannot be reached, with the address."""
+    failure = rpc.from_rpc_error(err)
+    return UnavailableError(f"{address} cannot be reached: {failure.message}") if type(failure) is UnavailableError else failure
+
+
 def _nothing(_: object) -> None:
     return None
 
@@ -246,7 +252,7 @@ class Client:
         try:
             return call.read(getattr(self._stub, call.method)(call.request, timeout=call.timeout_s))
         except grpc.RpcError as err:
-            raise rpc.from_rpc_error(err) from None
+            raise _failure(err, self.address) from None
 
     def submit(self, prompts: Sequence[UserPrompt], *, operation_id: str | None = None) -> tuple[str, ...]:
         """Queue your own prompts for training, in order, between the dataset's. Returns their uids.
@@ -291,15 +297,22 @@ class Client:
                 for message in self._stub.WatchEvents(watch.request(), timeout=STREAM_S):
                     event = watch.seen(message)
                     yield event
-                    if watch.is_last(event):
+                    if watch.is_last(event) and self._is_done():
                         return
             except (grpc.RpcError, ValueError) as err:  # ValueError: the channel was closed
                 if self._is_closed:
                     return
                 if not isinstance(err, grpc.RpcError):
                     raise
-                watch.failed(rpc.from_rpc_error(err), time.monotonic())
+                watch.failed(_failure(err, self.address), time.monotonic())
             time.sleep(REDIAL_S)
+
+    def _is_done(self) -> bool:
+        """Asked at an event that says so: an old one may come from before the run was given more steps."""
+        try:
+            return self.status().is_done
+        except UnavailableError:
+            return True  # a run that is done takes its scheduler with it
 
     def start_evaluation(self, version: int | None = None, max_prompts: int = 0) -> str:
         """Begin a validation of `version` (None: the newest) on the first `max_prompts` held-out prompts (0: all). Its id."""
@@ -330,15 +343,16 @@ class Client:
                 for message in rollout_pb2_grpc.RolloutServiceStub(channel).Generate(request, timeout=timeout_s):
                     yield results.chunk(message)
             except grpc.RpcError as err:
-                raise rpc.from_rpc_error(err) from None
+                raise _failure(err, target) from None
 
     def save_checkpoint(self, *, timeout_s: float = 600.0) -> Checkpoint:
         """Save after the step in progress; returns when it is durable."""
-        with rpc.connect_blocking(_trainer_address(self.status())) as channel:
+        target = _trainer_address(self.status())
+        with rpc.connect_blocking(target) as channel:
             try:
                 return results.checkpoint(trainer_pb2_grpc.TrainerServiceStub(channel).SaveCheckpoint(_save(), timeout=timeout_s))
             except grpc.RpcError as err:
-                raise rpc.from_rpc_error(err) from None
+                raise _failure(err, target) from None
 
 
 # ------------------------------------------------------------------------------------------------------------ asyncio
@@ -371,7 +385,7 @@ class AsyncClient:
         try:
             return call.read(await getattr(self._stub, call.method)(call.request, timeout=call.timeout_s))
         except grpc.RpcError as err:
-            raise rpc.from_rpc_error(err) from None
+            raise _failure(err, self.address) from None
 
     async def submit(self, prompts: Sequence[UserPrompt], *, operation_id: str | None = None) -> tuple[str, ...]:
         """As Client.submit."""
@@ -409,11 +423,18 @@ class AsyncClient:
                 async for message in self._stub.WatchEvents(watch.request(), timeout=STREAM_S):
                     event = watch.seen(message)
                     yield event
-                    if watch.is_last(event):
+                    if watch.is_last(event) and await self._is_done():
                         return
             except grpc.RpcError as err:
-                watch.failed(rpc.from_rpc_error(err), time.monotonic())
+                watch.failed(_failure(err, self.address), time.monotonic())
             await asyncio.sleep(REDIAL_S)
+
+    async def _is_done(self) -> bool:
+        """As Client._is_done."""
+        try:
+            return (await self.status()).is_done
+        except UnavailableError:
+            return True
 
     async def start_evaluation(self, version: int | None = None, max_prompts: int = 0) -> str:
         """As Client.start_evaluation."""
@@ -442,13 +463,14 @@ class AsyncClient:
                 async for message in stub.Generate(request, timeout=timeout_s):
                     yield results.chunk(message)
             except grpc.RpcError as err:
-                raise rpc.from_rpc_error(err) from None
+                raise _failure(err, target) from None
 
     async def save_checkpoint(self, *, timeout_s: float = 600.0) -> Checkpoint:
         """As Client.save_checkpoint."""
-        async with rpc.connect(_trainer_address(await self.status())) as channel:
+        target = _trainer_address(await self.status())
+        async with rpc.connect(target) as channel:
             stub: Any = trainer_pb2_grpc.TrainerServiceStub(channel)
             try:
                 return results.checkpoint(await stub.SaveCheckpoint(_save(), timeout=timeout_s))
             except grpc.RpcError as err:
-                raise rpc.from_rpc_error(err) from None
+                raise _failure(err, target) from None

@@ -195,21 +195,20 @@ class Supervisor:
         self,
         folder: Path,
         plan: Plan,
+        lock: runs.Lock,
         *,
         environ: Mapping[str, str],
         probe: Callable[[], Progress],
         notify: Callable[[Notice], None] = lambda _: None,
     ) -> None:
-        """`probe` answers at once, with what was last heard. Raises RefusedError when somebody runs in `folder`."""
+        """`lock` is `folder`'s; the guard holds it until the last process is gone. `probe` answers at once, with what was last heard."""
         self._folder, self._plan, self._environ, self._probe, self._notify = folder, plan, environ, probe, notify
-        self._lock = runs.Lock(folder)
-        self._guard = process.Guard(pass_fds=(self._lock.fd,))
+        self._guard = process.Guard(pass_fds=(lock.fd,))
         self._children = [_Child(s, LogFile(s.log)) for s in plan.services]
         self._password = secrets.token_urlsafe(24)
         self._redis: embedded.EmbeddedServer | None = None
         self._redis_history, self._redis_started_s, self._redis_start_at_s = restarts.History(), 0.0, 0.0
         self._num_redis_starts = 0
-        self._is_stopped = False
 
     @property
     def redis_pid(self) -> int | None:
@@ -324,10 +323,7 @@ class Supervisor:
         if self._redis is not None:
             self._redis.stop(0.0 if is_urgent() else embedded.STOP_S)
             self._redis = None
-        if not self._is_stopped:
-            self._is_stopped = True
-            self._guard.close()
-            self._lock.release()
+        self._guard.close()
 
     def _stop_all(self, children: Sequence[_Child], deadline_s: float, is_urgent: Callable[[], bool]) -> None:
         for child in children:

@@ -77,6 +77,7 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             yield scheduler_pb2.WatchEventsResponse(event_id=str(i), kind="step", values={"step": i})
         if first == 0:
             context.abort(grpc.StatusCode.UNAVAILABLE, "restarting")
+        self.status.phase = scheduler_pb2.RUN_PHASE_DONE
         yield scheduler_pb2.WatchEventsResponse(event_id="4", kind="phase", labels={"phase": "done"})
 
 

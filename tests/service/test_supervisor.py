@@ -38,10 +38,11 @@ time.sleep(60)
 PARENT = """
 import os, sys, time
 from pathlib import Path
+from stretto import runs
 from stretto.supervisor import Plan, Progress, Service, Supervisor
 folder = Path(sys.argv[1])
 service = Service("rollout-0", "rollout", (sys.executable, "-c", sys.argv[2]), {}, folder / "log")
-s = Supervisor(folder, Plan((service,), {}, int(sys.argv[3])), environ=os.environ, probe=Progress)
+s = Supervisor(folder, Plan((service,), {}, int(sys.argv[3])), runs.Lock(folder), environ=os.environ, probe=Progress)
 s.start()
 while not (folder / "pids").exists():
     time.sleep(0.01)
@@ -67,8 +68,14 @@ class Run:
             Service(name, name.partition("-")[0], (sys.executable, "-c", script), {"TEST": name}, folder / "logs" / f"{name}.log")
             for name, script in scripts.items()
         ]
+        self.lock = runs.Lock(folder)
         self.supervisor = Supervisor(
-            folder, Plan(tuple(services), {}, redis_port), environ=os.environ, probe=lambda: self.progress, notify=self.notices.append
+            folder,
+            Plan(tuple(services), {}, redis_port),
+            self.lock,
+            environ=os.environ,
+            probe=lambda: self.progress,
+            notify=self.notices.append,
         )
 
     def until_outcome(self, deadline_s: float = 10.0) -> Outcome:
@@ -88,6 +95,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     yield one
     for run in made:
         run.supervisor.stop(lambda: True)
+        run.lock.release()
 
 
 def test_a_killed_supervisor_leaves_neither_child_nor_grandchild(tmp_path: Path) -> None:
