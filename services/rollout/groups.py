@@ -31,7 +31,7 @@ from stretto.v1.types_pb2 import (
     VersionSpan,
 )
 
-FINISH_REASONS: dict[str, FinishReason] = {
+FINISH_REASONS: dict[str, FinishReason.ValueType] = {
     "stop": FINISH_REASON_STOP,
     "length": FINISH_REASON_LENGTH,
     "aborted": FINISH_REASON_ABORTED,

@@ -105,7 +105,7 @@ class Scorer:
         try:
             texts = self._decode([np.frombuffer(e.trajectory.token_ids, "<i4").tolist() for e in batch])
             scores = await self._pool.score([_item(e, text) for e, text in zip(batch, texts, strict=True)])
-        except Exception as err:  # noqa: BLE001 - whatever happens here, these sessions end
+        except Exception as err:  # whatever happens here, these sessions end
             log.error("scoring_failed", exc_info=err, extra={"fields": {"answers": len(batch)}})
             scores = [ScoreError(f"{type(err).__name__}: {err}")] * len(batch)
         took_s = time.monotonic() - began_s

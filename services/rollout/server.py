@@ -65,7 +65,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         self._recipe, self._worker, self._driver, self._tokenizer = recipe, worker, driver, tokenizer
         self._engine, self._num_reward_workers = engine, num_reward_workers
 
-    async def Generate(
+    async def Generate(  # noqa: N802 - the proto's name
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[pb.GenerateRequest, pb.GenerateResponse]
     ) -> AsyncIterator[pb.GenerateResponse]:
         prompt = self._prompt(request)
@@ -77,7 +77,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
                 raise UnavailableError(part.error or "the replica is going away")
             yield cut.news(part, is_last)
 
-    async def GetStatus(
+    async def GetStatus(  # noqa: N802 - the proto's name
         self,
         request: pb.RolloutServiceGetStatusRequest,
         context: grpc.aio.ServicerContext[pb.RolloutServiceGetStatusRequest, pb.RolloutServiceGetStatusResponse],

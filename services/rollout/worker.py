@@ -25,7 +25,7 @@ from typing import Any
 from services.rollout import metrics
 from services.rollout.driver import Driver, Vitals
 from services.rollout.engine import Completion
-from services.rollout.groups import Ended, LeaseBook, prompts_wanted
+from services.rollout.groups import LeaseBook, prompts_wanted
 from services.rollout.link import SchedulerLink
 from services.rollout.scoring import Scorer
 from services.rollout.weights import Follower
@@ -95,8 +95,8 @@ class Worker:
         self.address = ""
         """Where our RolloutService can be reached, "host:port"."""
         self.book = LeaseBook(link.replica_id)
-        self.wait_reason = "starting"
-        """What it waits for; empty when it works."""
+        self._lease_reason = ""
+        """Why the last lease call brought nothing."""
         self._driver: Driver | None = None
         self._follower: Follower | None = None
         self._scorer: Scorer | None = None
@@ -129,7 +129,7 @@ class Worker:
         return self._follower
 
     @property
-    def state(self) -> pb.ReplicaState:
+    def state(self) -> pb.ReplicaState.ValueType:
         if self._drain_asked.is_set():
             return pb.REPLICA_STATE_DRAINING
         if self._death is not None:
@@ -137,6 +137,11 @@ class Worker:
         if self.follower.held is None:
             return pb.REPLICA_STATE_WAITING_FOR_WEIGHTS
         return pb.REPLICA_STATE_UPDATING if self.follower.is_updating else pb.REPLICA_STATE_RUNNING
+
+    @property
+    def wait_reason(self) -> str:
+        """What it waits for; empty when it works."""
+        return self._blocker() or ("" if self.book.num_generating else self._lease_reason)
 
     @property
     def held(self) -> WeightsId:
@@ -155,12 +160,7 @@ class Worker:
         """Sessions left the engine."""
         assert self._scorer is not None
         now_s = time.monotonic()
-        to_score: list[Ended] = []
-        for completion in completions:
-            if (ended := self.book.end(completion, now_s)) is not None:
-                to_score.append(ended)
-        if to_score:
-            self._scorer.put(to_score)
+        self._scorer.put([ended for c in completions if (ended := self.book.end(c, now_s)) is not None])
         self._progressed()
 
     def on_scored(self, trajectories: Iterable[Trajectory]) -> None:
@@ -375,9 +375,7 @@ class Worker:
 
     async def _leases(self) -> None:
         while True:
-            self.wait_reason = self._blocker()
             await self._until(lambda: self._wanted() > 0)
-            self.wait_reason = ""
             began_s = time.monotonic()
             answer = await self._poll_leases()
             if answer is None:
@@ -404,7 +402,7 @@ class Worker:
         finally:
             self._poll = None
         if answer is not None:
-            self._poll_id, self.wait_reason = "", answer.wait_reason
+            self._poll_id, self._lease_reason = "", answer.wait_reason
         return answer
 
     def _lease_call(self) -> Coroutine[Any, Any, pb.LeasePromptsResponse | None]:
