@@ -67,9 +67,13 @@ def test_kill_9_between_any_two_acts_trains_every_group_exactly_once(tmp_path: P
 
 
 def test_the_first_step_after_a_checkpoint_at_100_with_4_minibatches_is_101_and_its_optimizer_step_401(tmp_path: Path) -> None:
-    with world(tmp_path, total=101, batch=4) as w:
-        kill_at(w, "CommitStep", 101, "before")
-        assert ended(w.start(checkpoint_every_steps=100, minibatches=4)) == KILLED
+    with world(tmp_path, total=102, batch=4) as w:
+        w.scheduler.available = 400
+        first = w.start(checkpoint_every_steps=100, minibatches=4)
+        until(lambda: w.scheduler.checkpointed == 100, "checkpoint 100")
+        kill_at(w, "CommitStep", 102, "before")
+        w.scheduler.available = 408
+        assert ended(first) == KILLED
         assert w.state(100)["optimizer_steps"] == 400
         w.scheduler.calls.clear()
         last = w.start(checkpoint_every_steps=100, minibatches=4)
@@ -77,9 +81,9 @@ def test_the_first_step_after_a_checkpoint_at_100_with_4_minibatches_is_101_and_
         w.scheduler.phase = pb.RUN_PHASE_DONE
         assert ended(last) == 0
         steps = [step for method, step in w.scheduler.calls if method == "SampleBatch"]
-        assert steps == [101]
+        assert steps == [101, 102]
         assert w.scheduler.metrics[101]["optimizer_steps"] == 404  # 401 is the first of its four updates
-        assert [line["step"] for line in w.lines("train")] == list(range(1, 102))
+        assert [line["step"] for line in w.lines("train")] == list(range(1, 103))
 
 
 def test_torn_checkpoints_are_not_resumed_from(tmp_path: Path) -> None:
