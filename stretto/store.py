@@ -31,7 +31,7 @@ from redis.exceptions import (
     NoScriptError,
     OutOfMemoryError,
     ReadOnlyError,
-    ResponseError,
+    RedisError,
     TimeoutError,
 )
 
@@ -63,7 +63,7 @@ class Script:
         return cls(name, text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
 
 
-def _refusal(err: ResponseError) -> StrettoError | None:
+def _refusal(err: Exception) -> StrettoError | None:
     """The error that a script's reply "WORD message" stands for."""
     word, _, message = str(err).partition(" ")
     cls = {"FENCED": FencedError, "REFUSED": RefusedError, "CHANGED": ChangedError, "INVALID": InvalidArgumentError}.get(word)
@@ -151,27 +151,27 @@ class Store:
         while True:
             try:
                 answer = await once()
-            except (AuthenticationError, AuthorizationError, NoPermissionError) as err:
-                raise RefusedError(f"Redis at {self._where} refuses the user or password in redis.url: {err}") from None
-            except OutOfMemoryError as err:
-                raise FullError(f"Redis at {self._where} is out of memory: {err}; raise its maxmemory") from None
-            except _AWAY as err:
+            except (RedisError, OSError) as err:
+                if (failure := self._failure(err, what)) is not None:
+                    raise failure from None
                 self._went_away(err)
                 if time.monotonic() - began_s > self._outage_s:
                     raise UnavailableError(f"Redis at {self._where} did not answer {what} for {self._outage_s:g} s: {err}") from err
-            except ResponseError as err:
-                if (refusal := _refusal(err)) is not None:
-                    raise refusal from None
-                if not str(err).startswith(_AWAY_WORDS):
-                    raise StrettoError(f"Redis at {self._where}: {what}: {err}") from err
-                self._went_away(err)
-                if time.monotonic() - began_s > self._outage_s:
-                    raise UnavailableError(f"Redis at {self._where}: {what}: {err}") from err
             else:
                 self._came_back()
                 return answer
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
             delay_s = min(delay_s * 2, BACKOFF_MAX_S)
+
+    def _failure(self, err: Exception, what: str) -> StrettoError | None:
+        """What to raise; None when the server is away and the command is to be repeated."""
+        if isinstance(err, AuthenticationError | AuthorizationError | NoPermissionError):
+            return RefusedError(f"Redis at {self._where} refuses the user or password in redis.url: {err}")
+        if isinstance(err, OutOfMemoryError):
+            return FullError(f"Redis at {self._where} is out of memory: {err}; raise its maxmemory")
+        if isinstance(err, _AWAY) or str(err).startswith(_AWAY_WORDS):
+            return None
+        return _refusal(err) or StrettoError(f"Redis at {self._where}: {what}: {err}")
 
     def _went_away(self, err: Exception) -> None:
         if self.away_since_s is None:

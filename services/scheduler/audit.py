@@ -93,25 +93,18 @@ def _one_place(places: Mapping[str, list[str]], verdict: Verdict) -> Iterable[st
 
 
 def _no_gaps(s: Snapshot, places: Mapping[str, list[str]], verdict: Verdict) -> Iterable[str]:
-    for ordinal in range(s.run.ordinal_first, s.run.cursor):
-        if f"d{ordinal}" not in places:
-            verdict.gaps += 1
-            yield f"I3: ordinal {ordinal} entered and is nowhere"
-    for uid in places:
-        if uid.startswith("d") and int(uid[1:]) >= s.run.cursor:
-            yield f"I3: {uid} is ahead of the cursor {s.run.cursor}"
-        if uid.startswith("u") and int(uid[1:]) >= s.run.user_next:
-            yield f"I3: {uid} was never submitted: next is u{s.run.user_next}"
-    for user in range(s.run.user_next):
-        if f"u{user}" not in places:
-            verdict.gaps += 1
-            yield f"I3: user prompt {user} was submitted and is nowhere"
-    for step in range(1, s.run.committed + 1):
-        if s.run.ordinal_first == 0 and step not in s.steps:
-            yield f"I3: step {step} is committed without a batch"
-    for step in s.steps:
-        if step > s.run.committed:
-            yield f"I3: step {step} has a batch but {s.run.committed} is the newest committed"
+    entered = {f"d{n}" for n in range(s.run.ordinal_first, s.run.cursor)} | {f"u{n}" for n in range(s.run.user_next)}
+    lost, strange = entered - set(places), {uid for uid in places if not uid.startswith("v")} - entered
+    verdict.gaps += len(lost)
+    yield from (f"I3: {_ordinal(uid)} entered and is nowhere" for uid in sorted(lost))
+    yield from (f"I3: {uid} is {places[uid][0]} but never entered (cursor {s.run.cursor})" for uid in sorted(strange))
+    if s.run.ordinal_first == 0:
+        yield from (f"I3: step {n} is committed without a batch" for n in range(1, s.run.committed + 1) if n not in s.steps)
+    yield from (f"I3: step {n} has a batch, but {s.run.committed} is the newest committed" for n in s.steps if n > s.run.committed)
+
+
+def _ordinal(uid: str) -> str:
+    return f"ordinal {uid[1:]}" if uid.startswith("d") else f"user prompt {uid}"
 
 
 def _counters(s: Snapshot) -> Iterable[str]:

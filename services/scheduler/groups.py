@@ -92,6 +92,8 @@ class RunState:
 
     window: int = 0
     """Prompts that may be un-trained at once; 0 = not configured yet."""
+    window_recipe: int = 0
+    """The recipe's window when it was last applied: SetWindow survives a restart until the recipe says something new."""
     committed: int = 0
     """Newest committed step = newest published version."""
     checkpoint: int = 0

@@ -42,6 +42,7 @@ from typing import Any
 from services.scheduler.audit import Snapshot
 from services.scheduler.groups import Entry, Kind, RunState, State, View
 from services.scheduler.recovery import Expiry
+from stretto.errors import FencedError
 from stretto.store import Script, Store
 from stretto.v1 import types_pb2 as pb
 
@@ -166,6 +167,12 @@ class Ledger:
         self.epoch = int(await self._store.run(self._scripts["claim"], keys, [OP_TTL_S]))
         self._view = None
         return self.epoch
+
+    async def check_epoch(self) -> None:
+        """I6. Raises FencedError when a newer scheduler has claimed the run: looked for also while nothing else is written."""
+        (newest,) = await self._store.read(("GET", self.key("epoch:scheduler")))
+        if newest is None or int(newest) != self.epoch:
+            raise FencedError(f"scheduler epoch {self.epoch} is not {newest}; another scheduler took over this run; stop this one")
 
     async def _transition(
         self,
@@ -311,8 +318,8 @@ class Ledger:
         *,
         evaluation: Mapping[str, Any] | None = None,
         op: str | None = None,
-    ) -> tuple[bool, int]:
-        """(was it new, greatest lag in the batch)."""
+    ) -> bool:
+        """False when the step had been committed before."""
         args: dict[str, Any] = {
             "trainer_epoch": trainer_epoch,
             "step": step,
@@ -323,7 +330,7 @@ class Ledger:
             args["evaluation"] = dict(evaluation)
         keys = [self.key(k) for k in ("epoch:trainer", "committed", "steps", "evaluations")]
         answer = await self._transition("commit_step", args, keys=keys, op=op)
-        return bool(answer["fresh"]), int(answer["lag_max"])
+        return bool(answer["fresh"])
 
     async def commit_checkpoint(self, trainer_epoch: int, step: int, path: str, *, op: str | None = None) -> int:
         """Groups of steps <= step leave the store; answers how many."""

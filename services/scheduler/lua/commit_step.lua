@@ -3,7 +3,7 @@
 -- KEYS     7 epoch:trainer   8 committed   9 steps   10 evaluations
 -- ARGV     args.trainer_epoch; args.step; args.uids of its batch; args.metrics a JSON text, kept as it is;
 --          args.evaluation nil or a plan (see evaluations.py)
--- Returns  {fresh: false when the step was committed before, lag_max: greatest lag in the batch}.
+-- Returns  {fresh: false when the step was committed before}.
 -- I3       a step's uids are written once: its ordinals are trained.
 -- I5       payloads and trajectories stay until a checkpoint contains the step.
 -- I6       only the newest trainer commits.
@@ -12,7 +12,7 @@ if tonumber(redis.call('GET', KEYS[7]) or '0') ~= args.trainer_epoch then
   return redis.error_reply('FENCED trainer epoch ' .. args.trainer_epoch .. ' is older; another trainer took over this run; stop this one')
 end
 local committed = get('committed')
-if args.step <= committed then return done({fresh = false, lag_max = 0}) end
+if args.step <= committed then return done({fresh = false}) end
 if args.step ~= committed + 1 then
   return redis.error_reply('REFUSED step ' .. args.step .. ' does not follow committed step ' .. committed)
 end
@@ -39,4 +39,4 @@ if num_users > 0 then add('user_trained', num_users) end
 if lag_max > get('lag_trained_max') then set('lag_trained_max', lag_max) end
 if args.evaluation then redis.call('HSETNX', KEYS[10], args.evaluation.id, cjson.encode(args.evaluation)) end
 emit('step', 'step ' .. args.step .. ' committed', args.metrics)
-return done({fresh = true, lag_max = lag_max})
+return done({fresh = true})

@@ -1,0 +1,128 @@
+"""`python -m services.scheduler --config recipe.toml [--set section.key=value …]`: the scheduler of one run.
+
+Exit codes: 0 drained, 1 crashed (start again), 2 bad recipe, 3 fenced (another scheduler took over this run).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from stretto import recipe as recipes
+from stretto.errors import FencedError, InvalidArgumentError, RecipeError, RefusedError, StrettoError
+from stretto.recipe import Recipe
+
+if TYPE_CHECKING:
+    from services.scheduler.controller import Controller
+
+SERVER_GRACE_S = 2.0
+"""For calls in flight when the scheduler ends; long polls are cut."""
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m services.scheduler", description="The scheduler of one run.")
+    parser.add_argument("--config", required=True, help="recipe (TOML)")
+    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="section.key=value", help="override the recipe")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    arguments = _arguments(argv)
+    try:
+        recipe = recipes.load(arguments.config, arguments.set, os.environ)
+        if not recipe.redis.url:
+            raise RecipeError("redis.url is empty: `stretto run` starts an embedded server; a scheduler on its own needs one")
+    except RecipeError as err:
+        sys.stderr.write(f"{err.message}\n")
+        return 2
+    # The tokenizer needs no torch: keep transformers from importing it, and its threads from multiplying.
+    for name, value in (("USE_TORCH", "0"), ("OMP_NUM_THREADS", "1"), ("TOKENIZERS_PARALLELISM", "false")):
+        os.environ.setdefault(name, value)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until there is something to drain
+
+    from stretto import telemetry
+
+    log = telemetry.setup("scheduler", recipe.run.log_level)
+    try:
+        asyncio.run(_serve(recipe))
+    except FencedError as err:
+        log.error("fenced", extra={"fields": {"error": err.message}})
+        return 3
+    except (InvalidArgumentError, RefusedError) as err:
+        sys.stderr.write(f"{err.message}\n")
+        return 2
+    except StrettoError as err:
+        log.error("crashed", extra={"fields": {"error": err.message}})
+        return 1
+    return 0
+
+
+async def _serve(recipe: Recipe) -> None:
+    """The scheduler's whole life: open the store and the data, take over the run, serve until told to drain."""
+    import time
+
+    from services.scheduler.controller import Controller
+    from services.scheduler.data import Dataset
+    from services.scheduler.ledger import Ledger
+    from stretto.store import Store
+
+    drain_asked = asyncio.Event()
+    _on_signals(drain_asked.set)
+    store = await Store.open(
+        recipe.redis.url,
+        timeout_s=recipe.redis.timeout_s,
+        outage_s=recipe.redis.outage_s,
+        strict=recipe.run.durability == "strict",
+    )
+    try:
+        dataset = await asyncio.to_thread(Dataset.open, recipe.train_path, recipe=recipe)
+        held_out = recipe.validation_path and await asyncio.to_thread(Dataset.open, recipe.validation_path, recipe=recipe)
+        exam = held_out.validation_prompts if held_out else None
+
+        def away_s() -> float | None:
+            return None if store.away_since_s is None else time.monotonic() - store.away_since_s
+
+        controller = Controller(recipe, Ledger(store, recipe.run.name), dataset, exam, store_away_s=away_s)
+        await controller.start()
+        await _serve_with(recipe, controller, drain_asked)
+    finally:
+        await store.close()
+
+
+async def _serve_with(recipe: Recipe, controller: Controller, drain_asked: asyncio.Event) -> None:
+    from services.scheduler.server import SERVICE, SchedulerServicer
+    from stretto import rpc, telemetry
+    from stretto.v1.scheduler_pb2_grpc import add_SchedulerServiceServicer_to_server
+
+    servicer = SchedulerServicer(controller)
+    server = await rpc.serve(recipe.scheduler.listen, lambda s: add_SchedulerServiceServicer_to_server(servicer, s), [SERVICE])
+    metrics_port = telemetry.serve_metrics(recipe.scheduler.metrics_listen)
+    fields = {"address": server.address, "metrics_port": metrics_port, "epoch": controller.ledger.epoch}
+    logging.getLogger("stretto.scheduler").info("started", extra={"fields": fields})
+    work, drain = asyncio.create_task(controller.run()), asyncio.create_task(drain_asked.wait())
+    try:
+        await asyncio.wait((work, drain), return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            work.result()  # raises what ended it
+        logging.getLogger("stretto.scheduler").info("draining")
+    finally:
+        await server.drain(SERVER_GRACE_S)
+        for task in (work, drain):
+            task.cancel()
+        await asyncio.gather(work, drain, return_exceptions=True)
+
+
+def _on_signals(drain: Callable[[], object]) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, drain)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,731 @@
+"""The scheduler's driver: every change of the run passes through here.
+
+    LeasePrompts --.                      .--> admission.grant --> lease.lua
+    Report, Return -+--> turn (one lock) --+--> report.lua, return.lua
+    SampleBatch ----+    decide on a view, +--> sampling.plan  --> consume.lua / evict.lua
+    CommitStep -----+    commit it         +--> commit_step.lua
+    OpenTrainer ---'                      '--> recovery.reopen --> open_trainer.lua
+                              |
+                           Changes --> pump: settle until nothing moves        --> long polls look again
+                                        1 evict what failed or is filtered
+                                        2 end and start evaluations
+                                        3 admit (I4: the only place that lets prompts in)
+                                        4 tell a new phase
+    ticker (every TICK_S): expire leases (I9), see replicas leave, check that no newer scheduler took over
+
+Decisions are pure and live in admission, sampling, recovery and explain; this module owns time, tasks and waiting. All that
+a restart needs is in the ledger; what is kept here (rates, who waits) is rebuilt by listening.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from services.scheduler import admission, explain, metrics, recovery, sampling
+from services.scheduler.changes import Changes
+from services.scheduler.evaluations import Evaluations, Exam
+from services.scheduler.groups import Entry, State, View, Weights
+from services.scheduler.ledger import LeaseGrant, Ledger, Opened, Reported, TrajectoryEnd, grants_of, opened_of
+from services.scheduler.sessions import RATE_S, Rate, Replica, sessions_of
+from stretto.errors import FencedError, InvalidArgumentError, NotFoundError, RefusedError, StaleError
+from stretto.recipe import Recipe
+from stretto.store import ChangedError
+from stretto.v1 import scheduler_pb2 as spb
+from stretto.v1 import types_pb2 as pb
+
+log = logging.getLogger("stretto.scheduler")
+T = TypeVar("T")
+
+PUSH_MAX = 64
+"""Prompts admitted by one script: bounds how long it holds the server."""
+DECIDE_MAX = 4
+"""The mirror is old only after a repeated or cancelled operation: reading it anew once is enough."""
+TICK_MAX_S = 1.0
+"""Expiry is looked for at least this often."""
+GOODBYE_S = 3.0
+"""A draining replica that holds nothing and is silent this long has left."""
+
+
+class Prompts(Protocol):
+    """Where training prompts come from; `data.Dataset` is the real one."""
+
+    def __len__(self) -> int: ...
+    def prompt(self, ordinal: int) -> pb.Prompt: ...
+    def user_prompt(self, user: spb.UserPrompt, uid: str) -> pb.Prompt: ...
+    def fingerprint(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingTrainer:
+    """What the trainer waits for now."""
+
+    step: int
+    reason: str
+    blockers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    grant: LeaseGrant
+    payload: bytes
+    partials: tuple[bytes, ...]
+    is_validation: bool
+
+
+class Controller:
+    """One run. `start`, then `run` until cancelled."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        ledger: Ledger,
+        prompts: Prompts,
+        exam: Exam | None = None,
+        *,
+        clock: Callable[[], float] = time.time,
+        store_away_s: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        self.recipe, self.ledger, self._prompts, self._clock = recipe, ledger, prompts, clock
+        self._store_away_s = store_away_s
+        self._rules = recipe.scheduler
+        self._turn = asyncio.Lock()
+        """Held around decide-and-commit: one decision at a time."""
+        self.changes = Changes()
+        """The ledger changed in a way that somebody may wait for."""
+        self.events = Changes()
+        self.evaluations = Evaluations(recipe, ledger, exam, clock)
+        self.replicas: dict[str, Replica] = {}
+        self.completions = Rate()
+        self._num_polls = 0
+        self._trainer_heard_s: float | None = None
+        self._moved_s = 0.0
+        self._waiting: WaitingTrainer | None = None
+        self._is_overfull = False
+        self._events_seen = 0
+
+    # ---------------------------------------------------------------------------------------------------- life
+
+    async def start(self) -> None:
+        """Take over the run as it stands in the store. Raises RefusedError when the store belongs to other data."""
+        await self.ledger.claim()
+        metrics.EPOCH.set(self.ledger.epoch)
+        view = await self.ledger.view()
+        now_s = self._clock()
+        self.replicas = {name: Replica.of(name, rec, now_s) for name, rec in (await self.ledger.sessions()).items()}
+        await self.ledger.configure(self._settings(view))
+        await self.evaluations.load(view)
+        run = view.run
+        fields = {"epoch": self.ledger.epoch, "committed": run.committed, "occupied": view.occupied, "cursor": run.cursor}
+        log.info("ledger_opened", extra={"fields": fields})
+
+    def _settings(self, view: View) -> dict[str, int | str]:
+        """The recipe's numbers, as far as the store does not know them yet."""
+        run, recipe = view.run, self.recipe
+        data_key = f"{len(self._prompts)} prompts ({self._prompts.fingerprint()}), run.seed = {recipe.run.seed}"
+        if run.data_key and run.data_key != data_key and run.cursor:
+            raise RefusedError(
+                f"run {recipe.run.name!r} was begun with {run.data_key}, now it is {data_key}: its cursor {run.cursor} would mean other "
+                "prompts; restore the data or give the new run another run.name"
+            )
+        values: dict[str, int | str] = {"data_key": data_key, "window_recipe": recipe.window}
+        if run.window_recipe != recipe.window:
+            values["window"] = recipe.window
+        if not run.total_steps:
+            values["total_steps"] = recipe.trainer.steps
+        return values
+
+    async def run(self) -> None:
+        """Settle and tick until cancelled. Raises FencedError when another scheduler took over."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._pump())
+                group.create_task(self._tick())
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from failed
+
+    async def _pump(self) -> None:
+        while True:
+            seen = self.changes.count
+            await self.settle()
+            await self.changes.after(seen, TICK_MAX_S)
+
+    async def _tick(self) -> None:
+        interval_s = min(TICK_MAX_S, self._rules.lease_s / 4, self._rules.group_deadline_s / 4, self.recipe.validation.deadline_s / 4)
+        while True:
+            await asyncio.sleep(interval_s)
+            await self.tick()
+
+    async def tick(self) -> None:
+        """I9: end what its deadline has ended."""
+        await self.ledger.check_epoch()
+        async with self._turn:
+            await self._see_off()
+            view = await self.ledger.view()
+            rules = self._rules
+            sessions = sessions_of(self.replicas.values())
+            lost = recovery.lost_leases(view, sessions, now_s=self._clock(), lease_s=rules.lease_s, group_deadline_s=rules.group_deadline_s)
+            await self._expire(lost)
+            metrics.observe(await self.ledger.view())
+        metrics.REPLICAS.set(len(self.here()))
+        metrics.COMPLETIONS_PER_S.set(self.completions.per_s(self._clock()))
+
+    async def _expire(self, lost: Sequence[recovery.Expiry]) -> None:
+        if not lost:
+            return
+        await self.ledger.expire(lost, attempts_max=self._rules.attempts_max)
+        for expiry in lost:
+            metrics.REISSUED.labels("group deadline" if expiry.reason.startswith("group") else "replica").inc()
+        log.warning("leases_lost", extra={"fields": {"groups": len(lost), "uids": [e.uid for e in lost[:5]], "reason": lost[0].reason}})
+        self._note()
+
+    async def _decide(self, decide: Callable[[View], Awaitable[T]]) -> T:
+        """Take the turn, decide on a snapshot and commit; once more when the snapshot was older than the store."""
+        async with self._turn:
+            for _ in range(DECIDE_MAX - 1):
+                try:
+                    return await decide(await self.ledger.view())
+                except ChangedError as err:
+                    log.info("decided_again", extra={"fields": {"why": err.message}})
+            return await decide(await self.ledger.view())
+
+    def _note(self) -> None:
+        """Something moved: wake the pump, the long polls and the watchers."""
+        self.changes.note()
+        if self._events_seen != self.ledger.num_events:
+            self._events_seen = self.ledger.num_events
+            self.events.note()
+
+    # ---------------------------------------------------------------------------------------------------- settling
+
+    async def settle(self) -> None:
+        """Do what follows from the present state until nothing follows any more."""
+        while True:
+            view = await self.ledger.view()
+            if (plan := self.evaluations.next_plan(view.run.committed)) is not None:
+                await self.evaluations.prepare(plan)
+            if not await self._decide(self._settle_once):
+                return
+            self._note()
+
+    async def _settle_once(self, view: View) -> bool:
+        """The first thing that follows from the snapshot; False when nothing does."""
+        return (
+            await self._evict_ended(view)
+            or await self.evaluations.end(view)
+            or await self.evaluations.start(view)
+            or await self._admit(view)
+            or await self._tell_phase(view)
+        )
+
+    async def _evict_ended(self, view: View) -> bool:
+        """Failed groups and filtered ones leave; each frees one place for `_admit`."""
+        reasons = {e.uid: f"attempts exhausted: {e.reason}" for e in view.training() if e.state is State.FAILED}
+        reasons |= {
+            e.uid: "zero_variance" for e in view.training() if e.state is State.FINISHED and sampling.is_filtered(e, self._rules.filter)
+        }
+        return await self._evict(view, reasons)
+
+    async def _evict(self, view: View, reasons: Mapping[str, str]) -> bool:
+        if not reasons:
+            return False
+        await self.ledger.evict(reasons, rev=view.rev)
+        for uid, reason in reasons.items():
+            metrics.EVICTED.labels(reason.partition(":")[0]).inc()
+            log.info("evicted", extra={"fields": {"uid": uid, "reason": reason}})
+        return True
+
+    async def _admit(self, view: View) -> bool:
+        """I4. Closed until a trainer is heard: it may re-open groups, and those come first."""
+        run = view.run
+        self._tell_overfull(view)
+        if not run.trainer_epoch or self._trainer_heard_s is None:
+            return False
+        window = admission.effective_window(run.window, run.total_steps, run.committed, self._rules.batch_groups)
+        room = min(PUSH_MAX, admission.admit(window, view.occupied))
+        if room == 0:
+            return False
+        users = min(room, run.user_queued)
+        prompts = [self._prompts.prompt(run.cursor + i) for i in range(room - users)]
+        await self.ledger.push(prompts, cursor=run.cursor, users=users, window=window, rev=view.rev)
+        return True
+
+    def _tell_overfull(self, view: View) -> None:
+        was, self._is_overfull = self._is_overfull, view.occupied > view.run.window > 0
+        if self._is_overfull and not was:
+            note = "more was restored than the window holds: all of it is kept, nothing enters until it is trained"
+            log.warning("window_overfull", extra={"fields": {"occupied": view.occupied, "window": view.run.window, "note": note}})
+
+    async def _tell_phase(self, view: View) -> bool:
+        phase = self.phase(view)
+        if phase == view.run.phase:
+            return False
+        await self.ledger.configure({"phase": phase}, ("phase", phase))
+        log.info("phase", extra={"fields": {"phase": phase, "step": view.run.committed}})
+        return True
+
+    def phase(self, view: View) -> explain.Phase:
+        return explain.phase_of(view, len(self.evaluations.plans))
+
+    # ---------------------------------------------------------------------------------------------------- replicas
+
+    def here(self) -> list[Replica]:
+        return [r for r in self.replicas.values() if not r.is_gone]
+
+    def _check_replica(self, replica_id: str, epoch: int) -> Replica:
+        """I6. Raises FencedError for an incarnation that is not the newest."""
+        replica = self.replicas.get(replica_id)
+        if replica is None or replica.epoch != epoch:
+            newest = replica.epoch if replica else "unknown here"
+            raise FencedError(f"replica {replica_id} epoch {epoch} is not the newest ({newest}); begin with a heartbeat of epoch 0 or stop")
+        return replica
+
+    async def heartbeat(self, request: spb.HeartbeatRequest) -> spb.HeartbeatResponse:
+        """Renew the session and all leases; the first one of a process begins a session."""
+        if not request.replica_id:
+            raise InvalidArgumentError("replica_id is empty")
+        async with self._turn:
+            replica = await self._beat(request)
+            view = await self.ledger.view()
+            grace_s = 0.0 if request.state == spb.REPLICA_STATE_DRAINING else self._rules.lease_s
+            gone = recovery.forgotten(view, replica.replica_id, request.lease_uids, now_s=self._clock(), lease_s=grace_s)
+            await self._expire(gone)
+            held = {e.uid for e in view.leases_of(replica.replica_id) if e.replica_epoch == replica.epoch}
+        return spb.HeartbeatResponse(
+            replica_epoch=replica.epoch,
+            directives=[spb.Directive(kind=spb.Directive.KIND_PAUSE if view.run.pause_reason else spb.Directive.KIND_RESUME)],
+            interval_s=self._rules.heartbeat_s,
+            lost_uids=[uid for uid in request.lease_uids if uid not in held],
+        )
+
+    async def _beat(self, request: spb.HeartbeatRequest) -> Replica:
+        name, now_s = request.replica_id, self._clock()
+        replica = self.replicas.get(name)
+        if replica and 0 < request.replica_epoch < replica.epoch:
+            raise FencedError(f"replica {name} epoch {request.replica_epoch} is older than {replica.epoch}; another process runs as {name}")
+        if replica is None or request.replica_epoch != replica.epoch:
+            return await self._join(request)
+        is_new = replica.beat(request, now_s)
+        if replica.is_gone and request.state != spb.REPLICA_STATE_DRAINING:  # silent for long, but the same process
+            replica.is_gone, is_new = False, True
+            log.info("replica_back", extra={"fields": {"replica": name, "epoch": replica.epoch}})
+        if is_new:
+            await self.ledger.session(name, "beat", replica.record(), epoch=replica.epoch)
+            self._note()
+        return replica
+
+    async def _join(self, request: spb.HeartbeatRequest) -> Replica:
+        name = request.replica_id
+        replica = Replica(name)
+        replica.beat(request, self._clock())
+        replica.epoch = await self.ledger.session(name, "join", replica.record(), text=f"replica {name} joined ({request.slots} slots)")
+        self.replicas[name] = replica
+        log.info("replica_joined", extra={"fields": {"replica": name, "epoch": replica.epoch, "address": replica.address}})
+        view = await self.ledger.view()
+        orphans = [e for e in view.leases_of(name) if e.replica_epoch != replica.epoch]
+        await self._expire([recovery.Expiry(e.uid, e.attempt, f"replica {name} restarted") for e in orphans])
+        self._note()
+        return replica
+
+    async def _see_off(self) -> None:
+        """Replicas that are silent too long, or said goodbye, have left."""
+        view = await self.ledger.view()
+        for replica in self.here():
+            silent_s = self._clock() - replica.heard_s
+            is_draining = replica.state == spb.REPLICA_STATE_DRAINING
+            if is_draining and silent_s > GOODBYE_S and not view.leases_of(replica.replica_id):
+                why = "drained"
+            elif silent_s > self._rules.lease_s:
+                why = f"silent for {silent_s:.0f} s"
+            else:
+                continue
+            replica.is_gone = True
+            text = f"replica {replica.replica_id} left: {why}"
+            await self.ledger.session(replica.replica_id, "leave", replica.record(), epoch=replica.epoch, text=text)
+            log.warning("replica_left", extra={"fields": {"replica": replica.replica_id, "why": why}})
+            self._note()
+
+    # ---------------------------------------------------------------------------------------------------- leases
+
+    async def lease(
+        self, replica_id: str, epoch: int, held: Weights, *, wanted: int, wait_s: float, operation_id: str
+    ) -> tuple[list[Lease], str]:
+        """Leases, or none and why. Waits up to `wait_s`. A repeated operation returns what it was granted the first time."""
+        self._check_replica(replica_id, epoch)
+        began_s, until_s = time.monotonic(), time.monotonic() + min(wait_s, self._rules.wait_max_s)
+        op = f"{replica_id}:{epoch}:{operation_id or uuid.uuid4().hex}"
+        if (answer := await self.ledger.recall(op)) is not None:
+            return await self._leases(grants_of(answer)), ""
+        self._num_polls += 1
+        try:
+            while True:
+                seen = self.changes.count
+                self._check_replica(replica_id, epoch)
+                grants, reason = await self._decide(lambda view: self._grant(view, replica_id, epoch, held, wanted, op))
+                if grants:
+                    metrics.LEASE_WAIT_S.observe(time.monotonic() - began_s)
+                    return await self._leases(grants), ""
+                if not await self.changes.after(seen, until_s - time.monotonic()):
+                    return [], reason
+        finally:
+            self._num_polls -= 1
+
+    async def _grant(self, view: View, replica_id: str, epoch: int, held: Weights, wanted: int, op: str) -> tuple[list[LeaseGrant], str]:
+        exam = self.evaluations.running
+        choice = admission.grant(
+            view,
+            held,
+            wanted=wanted,
+            batch_groups=self._rules.batch_groups,
+            max_lag=self._rules.max_lag,
+            evaluation_version=exam["version"] if exam else 0,
+            waiting=self._num_polls,
+        )
+        if isinstance(choice, admission.Refused):
+            return [], choice.reason
+        uids = [e.uid for e in choice.entries]
+        return await self.ledger.lease(replica_id, epoch, uids, version=choice.version, rev=view.rev, op=op), ""
+
+    async def _leases(self, grants: Sequence[LeaseGrant]) -> list[Lease]:
+        """Grants with their payloads; one that has ended meanwhile (a repeated operation) is left out."""
+        payloads = await self.ledger.prompts([g.uid for g in grants])
+        again = [g.uid for g in grants if g.attempt > 1]
+        kept = dict(zip(again, await self.ledger.trajectories(again), strict=True)) if self._rules.partial_rollout else {}
+        return [
+            Lease(
+                grant,
+                payload,
+                tuple(blob for index, blob in kept.get(grant.uid, {}).items() if index.startswith("p")),
+                grant.uid.startswith("v"),
+            )
+            for grant, payload in zip(grants, payloads, strict=True)
+            if payload is not None
+        ]
+
+    async def report(self, replica_id: str, epoch: int, groups: Mapping[tuple[str, int], Sequence[TrajectoryEnd]]) -> Reported:
+        self._check_replica(replica_id, epoch)
+        async with self._turn:
+            done = await self.ledger.report(replica_id, epoch, groups, attempts_max=self._rules.attempts_max)
+        self._moved_s = self._clock()
+        self.completions.add(done.accepted, self._moved_s)
+        metrics.TRAJECTORIES.labels("ended").inc(done.accepted)
+        metrics.TRAJECTORIES.labels("failed").inc(done.failed)
+        metrics.LOST_REPORTS.inc(len(done.lost))
+        if done.finished or done.failed:
+            self._note()
+        return done
+
+    async def return_leases(self, request: spb.ReturnLeasesRequest) -> None:
+        self._check_replica(request.replica_id, request.replica_epoch)
+        keeps = self._rules.partial_rollout
+        leases = [(r.prompt_uid, r.attempt, {t.index: t.SerializeToString() for t in r.partials} if keeps else {}) for r in request.leases]
+        async with self._turn:
+            await self.ledger.return_leases(
+                request.replica_id,
+                request.replica_epoch,
+                leases,
+                reason=request.reason or "returned",
+                failed=request.reason.startswith("engine failed"),
+                attempts_max=self._rules.attempts_max,
+                op=f"{request.replica_id}:{request.replica_epoch}:{request.operation_id or uuid.uuid4().hex}",
+            )
+        self._note()
+
+    # ---------------------------------------------------------------------------------------------------- trainer
+
+    def _hear_trainer(self, view: View, epoch: int) -> None:
+        """I6. Raises FencedError for a trainer that is not the newest."""
+        if epoch != view.run.trainer_epoch:
+            raise FencedError(
+                f"trainer epoch {epoch} is older than {view.run.trainer_epoch}; another trainer took over this run; stop this one"
+            )
+        is_first, self._trainer_heard_s = self._trainer_heard_s is None, self._clock()
+        if is_first:
+            self._note()  # admission opens
+
+    async def open_trainer(self, request: spb.OpenTrainerRequest) -> Opened:
+        """I5: groups of steps after the resumed one are finished again; older trainers are fenced."""
+        op = f"open:{request.operation_id or uuid.uuid4().hex}"
+        if request.batch_groups != self._rules.batch_groups:
+            raise InvalidArgumentError(
+                f"the trainer's batch_groups = {request.batch_groups} is not the scheduler's {self._rules.batch_groups}: one recipe for all"
+            )
+        if request.total_steps < 1 or request.resume_step < 0:
+            raise InvalidArgumentError(f"total_steps = {request.total_steps} must be > 0, resume_step = {request.resume_step} >= 0")
+        if (answer := await self.ledger.recall(op)) is not None:
+            return opened_of(answer)
+        opened = await self._decide(lambda view: self._reopen(view, request, op))
+        fields = {"epoch": opened.epoch, "resume_step": request.resume_step, "reopened": opened.reopened}
+        log.info("trainer_opened", extra={"fields": fields})
+        self._note()
+        return opened
+
+    async def _reopen(self, view: View, request: spb.OpenTrainerRequest, op: str) -> Opened:
+        resume = request.resume_step
+        taken = [*await self.ledger.committed(), *(e for e in view.entries.values() if e.state is State.CONSUMED)]
+        plan = recovery.reopen(resume, checkpoint=view.run.checkpoint, taken=taken)
+        if isinstance(plan, recovery.Refused):
+            raise RefusedError(plan.reason)
+        await self.evaluations.cancel_after(resume, view)
+        results = {key: spb.Evaluation.FromString(blob) for key, blob in (await self.ledger.results()).items()}
+        redone = [key for key, result in results.items() if key.startswith("s") and result.step > resume]
+        view = await self.ledger.view()
+        is_empty = view.run.cursor == 0 and view.run.committed == 0 and not view.entries
+        opened = await self.ledger.open_trainer(
+            resume,
+            finished=plan.finished,
+            trained=plan.committed,
+            steps=[step for step in await self.ledger.steps() if step > resume],
+            total_steps=request.total_steps,
+            address=request.address,
+            evaluations=redone,
+            evaluation=self.evaluations.at_open(resume, request.total_steps, [key for key in results if key not in redone]),
+            ordinal_first=self._lost_store(resume) if is_empty and resume else None,
+            rev=view.rev,
+            op=op,
+        )
+        self._trainer_heard_s, self._waiting = self._clock(), None
+        await self.evaluations.load(await self.ledger.view())
+        return opened
+
+    def _lost_store(self, resume: int) -> int:
+        """A trainer resumes but the store is empty: go on behind what its steps must have used."""
+        ordinal = resume * self._rules.batch_groups
+        note = "the store knows nothing of the steps before; prompts evicted then are not known"
+        log.warning("store_was_lost", extra={"fields": {"resume_step": resume, "next_ordinal": ordinal, "note": note}})
+        return ordinal
+
+    async def sample(self, trainer_epoch: int, step: int, wait_s: float) -> tuple[list[pb.Group], str]:
+        """The batch of `step`, or none and what it waits for. The same step returns the same batch until its commit."""
+        began_s, until_s = time.monotonic(), time.monotonic() + min(wait_s, self._rules.wait_max_s)
+        while True:
+            seen = self.changes.count
+            outcome = await self._decide(lambda view: self._try_sample(view, trainer_epoch, step))
+            if isinstance(outcome, sampling.Batch):
+                self._waiting = None
+                metrics.BATCH_WAIT_S.observe(time.monotonic() - began_s)
+                self._note()
+                return await self.ledger.groups(outcome.entries), ""
+            if isinstance(outcome, sampling.Drop):
+                self._note()
+                continue
+            self._waiting = WaitingTrainer(step, outcome.reason, tuple(e.uid for e in outcome.blockers))
+            if not await self.changes.after(seen, until_s - time.monotonic()):
+                return [], "; ".join(await self.explain())
+
+    async def _try_sample(self, view: View, trainer_epoch: int, step: int) -> sampling.Batch | sampling.Wait | sampling.Drop:
+        self._hear_trainer(view, trainer_epoch)
+        if step != view.run.committed + 1:
+            raise StaleError(f"step {step} cannot be sampled: step {view.run.committed} is the newest committed")
+        if batch := view.batch(step):
+            return sampling.Batch(tuple(batch))
+        outcome = sampling.plan(
+            view.training(),
+            step=step,
+            batch_groups=self._rules.batch_groups,
+            max_lag=self._rules.max_lag,
+            stragglers=self._rules.stragglers,
+            filter_name=self._rules.filter,
+        )
+        if isinstance(outcome, sampling.Drop):
+            await self._evict(view, {e.uid: outcome.reason for e in outcome.entries})
+        elif isinstance(outcome, sampling.Batch):
+            await self.ledger.consume(trainer_epoch, step, [e.uid for e in outcome.entries], rev=view.rev)
+        return outcome
+
+    async def commit_step(self, trainer_epoch: int, step: int, values: Mapping[str, float]) -> None:
+        async def commit(view: View) -> tuple[list[Entry], bool]:
+            self._hear_trainer(view, trainer_epoch)
+            batch = view.batch(step)
+            evaluation = self.evaluations.after_step(step, view.run.total_steps)
+            fresh = await self.ledger.commit_step(trainer_epoch, step, [e.uid for e in batch], values, evaluation=evaluation)
+            if evaluation:
+                await self.evaluations.load(await self.ledger.view())
+            return batch, fresh
+
+        batch, fresh = await self._decide(commit)
+        if fresh:
+            self._moved_s = self._clock()
+            lags = [max(0, step - 1 - entry.version_begin) for entry in batch]
+            for lag in lags:
+                metrics.LAG.observe(lag)
+            log.info("step_committed", extra={"fields": {"step": step, "lag_max": max(lags)}})
+        self._note()
+
+    async def commit_checkpoint(self, trainer_epoch: int, step: int, path: str) -> int:
+        async with self._turn:
+            self._hear_trainer(await self.ledger.view(), trainer_epoch)
+            removed = await self.ledger.commit_checkpoint(trainer_epoch, step, path)
+        log.info("checkpoint_committed", extra={"fields": {"step": step, "groups_removed": removed}})
+        self._note()
+        return removed
+
+    # ---------------------------------------------------------------------------------------------------- users
+
+    async def submit(self, prompts: Sequence[spb.UserPrompt], operation_id: str) -> list[str]:
+        """Queue users' prompts; their uids."""
+        op = f"submit:{operation_id or uuid.uuid4().hex}"
+
+        async def queue(view: View) -> list[str]:
+            if (answer := await self.ledger.recall(op)) is not None:
+                return list(answer["uids"])
+            first = view.run.user_next
+            made = [self._prompts.user_prompt(prompt, f"u{first + i}") for i, prompt in enumerate(prompts)]
+            return await self.ledger.submit(made, first=first, op=op)
+
+        uids = await self._decide(queue)
+        self._note()
+        return uids
+
+    async def pause(self, reason: str) -> None:
+        async with self._turn:
+            await self.ledger.configure({"pause_reason": reason or "by request"}, ("paused", f"paused: {reason or 'by request'}"))
+        self._note()
+
+    async def resume(self) -> None:
+        async with self._turn:
+            if (await self.ledger.view()).run.pause_reason:
+                await self.ledger.configure({"pause_reason": ""}, ("resumed", "resumed"))
+        self._note()
+
+    async def set_window(self, window: int) -> spb.Occupancy:
+        """Shrinking drops nothing."""
+        least, most = self._rules.batch_groups, (self._rules.max_lag + 1) * self._rules.batch_groups
+        if not least <= window <= most:
+            raise InvalidArgumentError(
+                f"window = {window} must lie between scheduler.batch_groups = {least} and "
+                f"(scheduler.max_lag + 1) x scheduler.batch_groups = {most}: below, no batch fills; above, max_lag cannot hold"
+            )
+        async with self._turn:
+            await self.ledger.configure({"window": window})
+            view = await self.ledger.view()
+        self._note()
+        return occupancy_of(view)
+
+    async def evaluate(self, version: int | None, max_prompts: int, operation_id: str) -> str:
+        """Queue an evaluation; its id."""
+        if not self.evaluations.is_possible:
+            raise RefusedError("this run has no validation set: set data.validation")
+        async with self._turn:
+            run = (await self.ledger.view()).run
+            wanted = run.committed if version is None else version
+            holders = {r.held.version for r in self.here() if r.held.epoch == run.trainer_epoch}
+            if wanted < run.committed and wanted not in holders:
+                raise StaleError(f"version {wanted} is older than the newest committed {run.committed} and no replica holds it")
+            if wanted > run.total_steps:
+                raise RefusedError(f"version {wanted} will not exist: the run ends at {run.total_steps}")
+            plan = self.evaluations.plan(version=wanted, step=run.committed, max_prompts=max_prompts, auto=False)
+            evaluation_id = await self.ledger.ask_evaluation(plan, op=f"evaluate:{operation_id or uuid.uuid4().hex}")
+            await self.evaluations.load(await self.ledger.view())
+        self._note()
+        return evaluation_id
+
+    async def get_evaluation(self, evaluation_id: str, wait_s: float) -> spb.Evaluation | None:
+        """Its result; None while it is open after `wait_s`. Raises NotFoundError."""
+        until_s = time.monotonic() + min(wait_s, self._rules.wait_max_s)
+        while True:
+            seen = self.changes.count
+            if (blob := await self.ledger.result(evaluation_id)) is not None:
+                return spb.Evaluation.FromString(blob)
+            if all(plan["id"] != evaluation_id for plan in await self.ledger.evaluations()):
+                raise NotFoundError(f"there is no evaluation {evaluation_id!r}")
+            if not await self.changes.after(seen, until_s - time.monotonic()):
+                return None
+
+    # ---------------------------------------------------------------------------------------------------- looking
+
+    async def explain(self) -> list[str]:
+        view, now_s = await self.ledger.view(), self._clock()
+        waiting = self._waiting
+        num_open, num_all = self.evaluations.open_prompts(view)
+        exam = self.evaluations.running
+        facts = explain.Facts(
+            batch_groups=self._rules.batch_groups,
+            lease_s=self._rules.lease_s,
+            group_deadline_s=self._rules.group_deadline_s,
+            now_s=now_s,
+            store_away_s=self._store_away_s(),
+            trainer_silent_s=None if self._trainer_heard_s is None else now_s - self._trainer_heard_s,
+            sample_reason=waiting.reason if waiting and waiting.step == view.run.committed + 1 else "",
+            blockers=waiting.blockers if waiting else (),
+            replicas=[
+                explain.ReplicaFacts(r.replica_id, now_s - r.heard_s, r.is_gone, r.held.epoch != view.run.trainer_epoch)
+                for r in self.replicas.values()
+            ],
+            evaluation=f"evaluation {exam['id']} of v{exam['version']}: {num_open} of {num_all} prompts open" if exam else "",
+        )
+        return explain.explain(view, facts)
+
+    def is_moving(self) -> bool:
+        return self._clock() - self._moved_s < RATE_S
+
+    async def status(self) -> spb.GetStatusResponse:
+        view, now_s = await self.ledger.view(), self._clock()
+        run = view.run
+        leases: dict[str, int] = {}
+        for entry in view.entries.values():
+            if entry.state is State.RUNNING:
+                leases[entry.replica] = leases.get(entry.replica, 0) + 1
+        return spb.GetStatusResponse(
+            run=self.recipe.run.name,
+            phase=spb.RunPhase.Value(f"RUN_PHASE_{self.phase(view)}"),
+            total_steps=run.total_steps,
+            committed_step=run.committed,
+            checkpoint_step=run.checkpoint,
+            occupancy=occupancy_of(view),
+            max_lag=self._rules.max_lag,
+            batch_groups=self._rules.batch_groups,
+            lag_trained_max=run.lag_trained_max,
+            replicas=[r.status(now_s, leases.get(r.replica_id, 0)) for r in self.replicas.values()],
+            trainer=spb.TrainerStatus(
+                trainer_epoch=run.trainer_epoch,
+                address=run.trainer_address,
+                last_heard_s=-1 if self._trainer_heard_s is None else now_s - self._trainer_heard_s,
+                metrics=json.loads(run.metrics_json),
+            ),
+            last_evaluation=self.evaluations.last,
+            cursor=run.cursor,
+            dataset_size=len(self._prompts),
+            num_evicted=run.num_evicted,
+            num_failed=run.num_failed,
+            num_reissued=run.num_reissued,
+            pause_reason=run.pause_reason,
+            num_trajectories=run.num_trajectories,
+            completions_per_s=self.completions.per_s(now_s),
+        )
+
+    async def verify(self) -> spb.VerifyLedgerResponse:
+        from services.scheduler import audit
+
+        async with self._turn:
+            snapshot = await self.ledger.snapshot()
+            view = await self.ledger.view()
+        verdict = audit.verify(snapshot)
+        return spb.VerifyLedgerResponse(
+            ok=verdict.ok,
+            violations=verdict.violations,
+            ordinals_entered=verdict.entered,
+            ordinals_trained=verdict.trained,
+            ordinals_evicted=verdict.evicted,
+            ordinals_open=verdict.open,
+            duplicates=verdict.duplicates,
+            gaps=verdict.gaps,
+            evicted_by_reason=verdict.evicted_by_reason,
+            occupancy=occupancy_of(view),
+            user_entered=view.run.user_next - view.run.user_queued,
+            user_trained=verdict.user_trained,
+            lag_trained_max=view.run.lag_trained_max,
+            committed_step=view.run.committed,
+        )
+
+
+def occupancy_of(view: View) -> spb.Occupancy:
+    """The store's own counters, for people."""
+    counts = {state.value: max(0, view.occupancy.get(state, 0)) for state in State}
+    return spb.Occupancy(window=view.run.window, occupied=view.occupied, **counts)

@@ -1,0 +1,124 @@
+"""What the run is doing, and why it does not: phase and blockers, in words that name them. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from services.scheduler.groups import Entry, Kind, State, View
+
+Phase = Literal["STARTING", "RUNNING", "PAUSED", "FINISHING", "DONE"]
+
+
+def phase_of(view: View, num_evaluations: int) -> Phase:
+    """STARTING -> RUNNING <-> PAUSED -> FINISHING -> DONE; from the stored numbers alone, so a restart sees the same."""
+    run = view.run
+    if not run.trainer_epoch:
+        return "STARTING"
+    if run.committed >= run.total_steps:
+        is_over = run.checkpoint >= run.total_steps and not num_evaluations
+        return "DONE" if is_over else "FINISHING"
+    return "PAUSED" if run.pause_reason else "RUNNING"
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaFacts:
+    replica_id: str
+    silent_s: float
+    """Since its newest heartbeat."""
+    is_gone: bool
+    waits_for_weights: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the explanation may use besides the ledger."""
+
+    batch_groups: int
+    lease_s: float
+    group_deadline_s: float
+    now_s: float
+    store_away_s: float | None
+    trainer_silent_s: float | None
+    """Since the trainer was last heard; None = not since this scheduler started."""
+    sample_reason: str
+    """What SampleBatch answers now; empty when the trainer is not waiting for a batch."""
+    blockers: tuple[str, ...]
+    """uids that SampleBatch waits for."""
+    replicas: Sequence[ReplicaFacts]
+    evaluation: str
+    """"evaluation s40: 17 of 256 prompts open", or empty."""
+
+
+def explain(view: View, facts: Facts) -> list[str]:
+    """Why nothing is moving, most important first."""
+    run = view.run
+    reasons: list[str] = []
+    if facts.store_away_s is not None:
+        reasons.append(f"Redis has been away for {facts.store_away_s:.0f} s: nothing can move until it is back")
+    if run.pause_reason:
+        reasons.append(f"paused: {run.pause_reason}; no lease is granted until resume")
+    reasons += _trainer(view, facts)
+    if facts.sample_reason:
+        reasons.append("; ".join([facts.sample_reason, *_blockers(view, facts)]))
+    reasons += _replicas(view, facts)
+    if facts.evaluation:
+        reasons.append(facts.evaluation)
+    if view.occupied > run.window:
+        reasons.append(f"window overfull: {view.occupied}/{run.window}; nothing enters until {view.occupied - run.window} are trained")
+    elif run.trainer_epoch and view.occupied == run.window:
+        reasons.append(f"window full: {view.occupied}/{run.window}")
+    return reasons
+
+
+def _trainer(view: View, facts: Facts) -> list[str]:
+    run = view.run
+    if not run.trainer_epoch:
+        return ["no trainer has opened the run yet: nothing enters the window"]
+    if run.committed >= run.total_steps:
+        if run.checkpoint < run.total_steps:
+            return [f"all {run.total_steps} steps are trained; waiting for the last checkpoint"]
+        return [] if facts.evaluation else [f"the run is done: {run.total_steps} steps"]
+    if facts.trainer_silent_s is None:
+        return [f"trainer {run.trainer_epoch} at {run.trainer_address} has not been heard since the scheduler started"]
+    if batch := view.batch(run.committed + 1):
+        return [f"the trainer has had the {len(batch)} groups of step {run.committed + 1} for {facts.trainer_silent_s:.0f} s"]
+    return []
+
+
+def _blockers(view: View, facts: Facts) -> list[str]:
+    """Where the groups are that the next step waits for."""
+    entries = [view.entries[uid] for uid in facts.blockers if uid in view.entries]
+    entries = entries or [e for e in view.training() if e.state in (State.RUNNING, State.PENDING)]
+    lines: list[str] = []
+    silent = {r.replica_id: r.silent_s for r in facts.replicas}
+    for replica in sorted({e.replica for e in entries if e.state is State.RUNNING}):
+        held = [e for e in entries if e.state is State.RUNNING and e.replica == replica]
+        heard_s = silent.get(replica, facts.lease_s)
+        lines.append(
+            f"{len(held)} on replica {replica} (oldest {_name(held[0])}), last heard {heard_s:.0f} s ago; "
+            f"lease ends in {max(0.0, facts.lease_s - heard_s):.0f} s, group deadline in {_deadline_s(held, facts):.0f} s"
+        )
+    if idle := [e for e in entries if e.state is State.PENDING]:
+        lines.append(f"{len(idle)} wait for a replica (oldest {_name(idle[0])})")
+    return lines
+
+
+def _name(entry: Entry) -> str:
+    return f"{entry.uid}, attempt {entry.attempt}, {len(entry.missing)} of {entry.group_size} answers owed"
+
+
+def _deadline_s(entries: Sequence[Entry], facts: Facts) -> float:
+    return max(0.0, min(e.granted_ms for e in entries) / 1000 + facts.group_deadline_s - facts.now_s)
+
+
+def _replicas(view: View, facts: Facts) -> list[str]:
+    here = [r for r in facts.replicas if not r.is_gone]
+    if view.run.committed >= view.run.total_steps > 0 and not any(e.kind is Kind.VALIDATION for e in view.entries.values()):
+        return []
+    if not here:
+        gone = f"; gone: {', '.join(r.replica_id for r in facts.replicas)}" if facts.replicas else ""
+        return [f"no replica is there{gone}"]
+    waiting = [r.replica_id for r in here if r.waits_for_weights]
+    return [f"waiting for weights v{view.run.committed}: {', '.join(waiting)}"] if waiting else []
