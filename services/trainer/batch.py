@@ -65,6 +65,8 @@ class GroupArrays:
     rewards_N: Floats
     accuracy_N: Floats
     """The reward function's "acc"; NaN where it gave none."""
+    is_cut_N: NDArray[np.bool_]
+    """The token budget ended the answer."""
     version_begin: int
     temperature: float
     """What logits were divided by; 1 for greedy answers."""
@@ -86,6 +88,7 @@ def read_group(group: Group) -> GroupArrays:
         lengths_N=np.array([tokens.size for tokens, _, _ in parts], np.int64),
         rewards_N=np.array([t.reward for t in group.trajectories], np.float64),
         accuracy_N=np.array([t.reward_extras.get("acc", math.nan) for t in group.trajectories], np.float64),
+        is_cut_N=np.array([t.finish_reason == FINISH_REASON_LENGTH for t in group.trajectories], np.bool_),
         version_begin=group.version_begin,
         temperature=group.prompt.sampling.temperature or 1.0,
     )
@@ -182,13 +185,18 @@ def minibatches(batch: Batch, count: int) -> list[Ints]:
     return [part for part in parts if part.size]
 
 
-def answers_per_row(prompt_length: int, answer_length: float, parity_tokens: float) -> int:
-    """How many answers should share a prompt: as many as make the cost per answer least.
+def shares_of_group(num_answers: int, prompt_length: int, answer_length: float, parity_tokens: float) -> int:
+    """Into how many rows a group is cut so that it costs least.
 
-    A row of W tokens costs W + W^2 / parity_tokens (linear layers + attention, also over masked places); a row of k answers has
-    W = P + k A, and (W + W^2 / parity) / k is least at k = sqrt(parity P + P^2) / A.
+    A row of W tokens costs W + W^2 / parity_tokens: linear layers, and attention over all its places, masked or not. m rows of
+    N / m answers have W = P + A N / m: few rows repeat the prompt less, many rows mask less.
     """
-    return max(1, round(math.sqrt(parity_tokens * prompt_length + prompt_length**2) / max(answer_length, 1.0)))
+
+    def cost(num_rows: int) -> float:
+        width = prompt_length + answer_length * num_answers / num_rows
+        return num_rows * (width + width**2 / parity_tokens)
+
+    return min(range(1, num_answers + 1), key=cost)
 
 
 def plan(batch: Batch, answers: Ints, layout: Layout, max_tokens: int, parity_tokens: float) -> list[list[Row]]:
@@ -200,10 +208,11 @@ def plan(batch: Batch, answers: Ints, layout: Layout, max_tokens: int, parity_to
     rows: list[Row] = []
     bounds = np.flatnonzero(np.diff(batch.group_R[answers])) + 1
     for members in np.split(answers, bounds):
-        most = 1
+        num_rows = members.size
         if layout == "shared_prompt":
-            most = answers_per_row(int(batch.prompt_length_R[members[0]]), float(batch.length_R[members].mean()), parity_tokens)
-        rows += _rows_of_group(batch, members.tolist(), most, max_tokens)
+            prompt, answer = int(batch.prompt_length_R[members[0]]), float(batch.length_R[members].mean() - 1)
+            num_rows = shares_of_group(members.size, prompt, answer, parity_tokens)
+        rows += _rows_of_group(batch, members.tolist(), num_rows, max_tokens)
     return _pack(rows, [row_width(batch, row) for row in rows], max_tokens)
 
 
@@ -212,9 +221,8 @@ def row_width(batch: Batch, row: Row) -> int:
     return int(batch.prompt_length_R[row[0]]) + sum(int(batch.length_R[answer]) - 1 for answer in row)
 
 
-def _rows_of_group(batch: Batch, members: list[int], most: int, max_tokens: int) -> list[Row]:
-    """Equal shares of at most `most` answers; a share wider than `max_tokens` is halved until it fits or is one answer."""
-    num_rows = -(-len(members) // most)
+def _rows_of_group(batch: Batch, members: list[int], num_rows: int, max_tokens: int) -> list[Row]:
+    """`num_rows` nearly equal shares; one wider than `max_tokens` is halved until it fits or is one answer."""
     shares = [tuple(members[i * len(members) // num_rows : (i + 1) * len(members) // num_rows]) for i in range(num_rows)]
     rows: list[Row] = []
     while shares:

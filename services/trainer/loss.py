@@ -79,7 +79,12 @@ def token_losses(
 
 @torch.no_grad()
 def token_metrics(
-    current_T: torch.Tensor, proximal_T: torch.Tensor, behaviour_T: torch.Tensor, advantage_T: torch.Tensor, objective: Objective
+    current_T: torch.Tensor,
+    proximal_T: torch.Tensor,
+    behaviour_T: torch.Tensor,
+    advantage_T: torch.Tensor,
+    objective: Objective,
+    reference_T: torch.Tensor | None = None,
 ) -> dict[str, torch.Tensor]:
     """Scalars about a batch of T > 0 tokens.
 
@@ -88,6 +93,7 @@ def token_metrics(
     clip_high_fraction      the same above (ratio too large, advantage positive)
     importance_*            exp(proximal - behaviour), truncated: the age of the data; cap_fraction = truncated tokens
     kl_behaviour_k1, _k3    KL(behaviour || current): plain and low-variance estimate
+    kl_reference            the k3 term of the loss, before kl_coef; only with a reference
     """
     ratio_T = _ratio(current_T, proximal_T)
     raw_T = _ratio(proximal_T, behaviour_T)
@@ -95,7 +101,7 @@ def token_metrics(
     is_capped_T = (raw_T > objective.correction_cap) & (objective.correction == "truncated")
     low_T = (ratio_T < 1 - objective.clip_low) & (advantage_T < 0)
     high_T = (ratio_T > 1 + objective.clip_high) & (advantage_T > 0)
-    return {
+    found = {
         "ratio_mean": ratio_T.mean(),
         "ratio_min": ratio_T.min(),
         "ratio_max": ratio_T.max(),
@@ -107,3 +113,6 @@ def token_metrics(
         "kl_behaviour_k1": (behaviour_T - current_T).mean(),
         "kl_behaviour_k3": k3(current_T - behaviour_T).mean(),
     }
+    if reference_T is not None:
+        found["kl_reference"] = k3(reference_T - current_T).mean()
+    return found

@@ -159,19 +159,10 @@ def test_flat_axes_carry_each_tokens_logprob_and_its_answers_advantage(
     assert batch.advantage_T.tolist() == pytest.approx([advantage for _, tokens, advantage in kept for _ in tokens])
 
 
-@given(st.integers(1, 500), st.integers(1, 500), st.floats(1, 10_000))
-def test_the_number_of_answers_in_a_row_is_the_cheapest_one(prompt: int, answer: int, parity: float) -> None:
-    def cost(k: int) -> float:
-        width = prompt + k * answer
-        return (width + width**2 / parity) / k
-
-    best = b.answers_per_row(prompt, answer, parity)
-    around = range(max(1, best - 3), best + 4)
-    assert cost(best) <= min(cost(k) for k in around) * 1.06  # rounding: sqrt(k (k + 1)) would be exact
-
-
-def test_the_quick_starts_groups_of_eight_share_one_row() -> None:
-    assert b.answers_per_row(17, 11, 416) in (7, 8, 9)
+def test_the_quick_starts_groups_of_eight_share_one_row_and_long_answers_share_few() -> None:
+    assert b.shares_of_group(8, prompt_length=17, answer_length=10, parity_tokens=417) == 1
+    assert b.shares_of_group(8, prompt_length=17, answer_length=400, parity_tokens=417) == 8
+    assert b.shares_of_group(8, prompt_length=400, answer_length=400, parity_tokens=11_000) in (2, 3)
 
 
 def test_minibatches_are_whole_groups_in_order_as_equal_as_possible() -> None:

@@ -120,8 +120,8 @@ def test_k3_is_zero_at_equality_positive_elsewhere_and_unbiased_for_the_kl() -> 
 @given(tokens, objectives)
 @settings(deadline=None)
 def test_metrics_equal_plain_loops(rows: list[Row], o: Objective) -> None:
-    current, proximal, behaviour, _, advantage = columns(rows)
-    got = {name: value.item() for name, value in token_metrics(current, proximal, behaviour, advantage, o).items()}
+    current, proximal, behaviour, reference, advantage = columns(rows)
+    got = {name: value.item() for name, value in token_metrics(current, proximal, behaviour, advantage, o, reference).items()}
     n = len(rows)
     ratios = [math.exp(c - p) for c, p, *_ in rows]
     raw = [math.exp(p - b) for _, p, b, *_ in rows]
@@ -137,5 +137,6 @@ def test_metrics_equal_plain_loops(rows: list[Row], o: Objective) -> None:
         "importance_cap_fraction": sum(o.correction == "truncated" and x > o.correction_cap for x in raw) / n,
         "kl_behaviour_k1": sum(b - c for c, _, b, *_ in rows) / n,
         "kl_behaviour_k3": sum(math.exp(c - b) - 1 - (c - b) for c, _, b, *_ in rows) / n,
+        "kl_reference": sum(math.exp(r - c) - 1 - (r - c) for c, _, _, r, _ in rows) / n,
     }
     assert got == pytest.approx(want, rel=1e-9, abs=1e-9)
