@@ -214,10 +214,6 @@ class _Watch:
         if not isinstance(err, UnavailableError) or now_s - self.down_since_s > OUTAGE_S:
             raise err
 
-    @staticmethod
-    def is_last(event: Event) -> bool:
-        return event.kind == "phase" and event.labels.get("phase", "").lower() == "done"
-
 
 # ------------------------------------------------------------------------------------------------------------ blocking
 
@@ -297,7 +293,7 @@ class Client:
                 for message in self._stub.WatchEvents(watch.request(), timeout=STREAM_S):
                     event = watch.seen(message)
                     yield event
-                    if watch.is_last(event) and self._is_done():
+                    if event.kind == "phase" and self._is_done():
                         return
             except (grpc.RpcError, ValueError) as err:  # ValueError: the channel was closed
                 if self._is_closed:
@@ -308,7 +304,7 @@ class Client:
             time.sleep(REDIAL_S)
 
     def _is_done(self) -> bool:
-        """Asked at an event that says so: an old one may come from before the run was given more steps."""
+        """Asked when the phase changed: that event may be an old one, from before the run was given more steps."""
         try:
             return self.status().is_done
         except UnavailableError:
@@ -423,7 +419,7 @@ class AsyncClient:
                 async for message in self._stub.WatchEvents(watch.request(), timeout=STREAM_S):
                     event = watch.seen(message)
                     yield event
-                    if watch.is_last(event) and await self._is_done():
+                    if event.kind == "phase" and await self._is_done():
                         return
             except grpc.RpcError as err:
                 watch.failed(_failure(err, self.address), time.monotonic())

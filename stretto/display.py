@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from stretto.client import Event, Occupancy, Replica, Status
-from stretto.history import Curve, History, short, step_of
+from stretto.history import Curve, History, short, step_of, told
 from stretto.supervisor import Row
 
 WIDE = 104
@@ -209,7 +209,7 @@ def clock(seconds: float) -> str:
 def line(event: Event, total_steps: int) -> str:
     """An event as one line, for output that is not a terminal."""
     if event.kind != "step":
-        return event.text
+        return told(event)
     v = event.values
     of = f"/{total_steps}" if total_steps else ""
     parts = [f"step {step_of(event)}{of}"]

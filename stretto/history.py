@@ -83,7 +83,7 @@ class History:
         elif event.kind == "evaluation" and event.evaluation is not None:
             self.accuracy.add(event.evaluation.step, event.evaluation.accuracy)
         if event.kind in NOTABLE:
-            self.lines.append(event.text)
+            self.lines.append(told(event))
 
     def _stepped(self, event: Event) -> None:
         step = step_of(event)
@@ -124,6 +124,11 @@ class History:
     def left_s(self, status: Status) -> float | None:
         """Seconds to the last step at the present pace."""
         return None if self.step_s is None else self.step_s * max(0, status.total_steps - status.committed_step)
+
+
+def told(event: Event) -> str:
+    """An event other than a step as one line."""
+    return f"phase {event.text.lower()}" if event.kind == "phase" else event.text
 
 
 def step_of(event: Event) -> int:

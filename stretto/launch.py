@@ -29,6 +29,8 @@ from stretto.summary import Summary, summarise
 from stretto.supervisor import Notice, Outcome, Plan, Progress, Supervisor, plan
 
 POLL_S = 0.1
+LAST_EVENTS_S = 2.0
+"""For the last events to arrive once the run is done."""
 INTERRUPTED_CODE = 130
 """128 + SIGINT, as shells have it."""
 
@@ -167,14 +169,14 @@ class _Launch:
         """What the run achieved, asked while the scheduler still lives."""
         if outcome is None or outcome.exit_code != 0:
             return None
+        elapsed_s, report = time.monotonic() - self._start_s, None
+        self._monitor.wait_for_end(LAST_EVENTS_S)
         self._show(supervisor)
-        report = None
         try:
             with Client(self._plan.addresses["scheduler"]) as client:
                 report = client.verify_ledger()
         except StrettoError as err:
             self._notice(Notice(f"the ledger could not be verified: {err.message}"))
-        elapsed_s = time.monotonic() - self._start_s
         return summarise(self._monitor.heard.status, self._monitor.history, report, elapsed_s, supervisor.num_restarts)
 
     def _stop(self, supervisor: Supervisor, outcome: Outcome | None) -> None:

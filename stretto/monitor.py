@@ -39,7 +39,7 @@ class Monitor:
 
     def __init__(self, address: str) -> None:
         self._client = Client(address)
-        self._closed = threading.Event()
+        self._closed, self._told_end = threading.Event(), threading.Event()
         self._lock = threading.Lock()
         self._history = History()
         self._events: deque[Event] = deque()
@@ -65,6 +65,10 @@ class Monitor:
             taken.append(self._events.popleft())
         return taken
 
+    def wait_for_end(self, deadline_s: float) -> None:
+        """Until every event of a run that is done was taken in; at most `deadline_s`."""
+        self._told_end.wait(deadline_s)
+
     def close(self) -> None:
         self._closed.set()
         self._client.close()
@@ -80,6 +84,8 @@ class Monitor:
                     with self._lock:
                         self._history.happened(event)
                     self._events.append(event)
+                self._told_end.set()
+                return  # done
             except (StrettoError, ValueError):  # ValueError: the channel was closed
                 pass
             self._closed.wait(AWAY_S)

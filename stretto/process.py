@@ -121,11 +121,15 @@ def signal_group(group: int, number: int) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process of that number exists."""
+    """Whether a process of that number runs. A zombie does not: it only waits for its parent (or a slow init) to notice."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
     except PermissionError:
         return True
-    return True
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return sys.platform != "linux"  # gone between the two looks; elsewhere there is no /proc
+    return state not in "ZX"
