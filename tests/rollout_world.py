@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,10 +52,11 @@ def lease(uid: str, n: int = GROUP, attempt: int = 1, missing: Sequence[int] | N
 
 
 class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
-    """Grants what `pending` holds and writes down what it is told."""
+    """Grants what is offered and writes down what it is told."""
 
     def __init__(self) -> None:
-        self.pending: deque[pb.Lease] = deque()
+        self._offered: deque[pb.Lease] = deque()
+        self._has_offers = asyncio.Event()
         self.granted: dict[str, pb.Lease] = {}
         self.answers: dict[str, pb.LeasePromptsResponse] = {}
         self.polls: list[pb.LeasePromptsRequest] = []
@@ -70,6 +71,10 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Epochs that are refused."""
         self.fence_all = False
 
+    def offer(self, *leases: pb.Lease) -> None:
+        self._offered.extend(leases)
+        self._has_offers.set()
+
     def _check(self, epoch: int) -> None:
         if self.fence_all or epoch in self.fenced:
             raise FencedError(f"replica epoch {epoch} is over")
@@ -77,11 +82,12 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
     async def LeasePrompts(self, request: pb.LeasePromptsRequest, context: Any) -> pb.LeasePromptsResponse:  # noqa: N802
         self._check(request.replica_epoch)
         self.polls.append(request)
-        end_s = time.monotonic() + request.wait_s
-        while not self.pending and request.operation_id not in self.answers and time.monotonic() < end_s:
-            await asyncio.sleep(0.002)
         if request.operation_id not in self.answers:
-            leases = [self.pending.popleft() for _ in range(min(len(self.pending), request.max_prompts))]
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._has_offers.wait(), request.wait_s)
+            leases = [self._offered.popleft() for _ in range(min(len(self._offered), request.max_prompts))]
+            if not self._offered:
+                self._has_offers.clear()
             self.granted |= {granted.prompt.uid: granted for granted in leases}
             self.answers[request.operation_id] = pb.LeasePromptsResponse(leases=leases, wait_reason="" if leases else "window full")
         return self.answers[request.operation_id]
@@ -169,8 +175,8 @@ class FakePool:
         self.unstick = asyncio.Event()
         self.failing: set[str] = set()
 
-    async def score(self, items: list[RewardItem]) -> list[Score | ScoreError]:
-        self.items += items
+    async def score(self, items: Sequence[RewardItem]) -> list[Score | ScoreError]:
+        self.items.extend(items)
         if any(item.response in self.stuck for item in items):
             await self.unstick.wait()
         return [
@@ -223,7 +229,7 @@ def make_engine(slots: int = 64) -> FragileEngine:
     return engine
 
 
-@asynccontextmanager
+@contextlib.asynccontextmanager
 async def replica(
     *, policy: UpdatePolicy = "in_flight", keep_partials: bool = True, slots: int = 64, prefetch_groups: int = 4, publish: bool = True
 ) -> AsyncIterator[World]:

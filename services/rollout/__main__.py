@@ -109,6 +109,7 @@ async def _serve_with(recipe: Recipe, replica_id: str, pool: RewardPool) -> None
     scorer = Scorer(pool, decoder(tokenizer), is_wanted=worker.book.wants, on_scored=worker.on_scored)
     worker.attach(driver, follower, scorer)
     await driver.start()
+    await pool.ready()
     engine = f"torch {torch.__version__}"
     servicer = RolloutServicer(recipe, worker, driver, tokenizer, engine=engine, num_reward_workers=pool.num_workers)
     server = await rpc.serve(recipe.rollout.listen, lambda s: rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, s), [SERVICE])

@@ -28,7 +28,6 @@ from stretto.v1.types_pb2 import (
     FinishReason,
     Prompt,
     Trajectory,
-    VersionSpan,
 )
 
 FINISH_REASONS: dict[str, FinishReason.ValueType] = {
@@ -100,17 +99,19 @@ def prompts_wanted(*, slots: int, prefetch_groups: int, group_size: int, num_gen
 def trajectory_of(completion: Completion, replica_id: str, generation_s: float) -> Trajectory:
     """The completion as it travels; not scored."""
     uid, _, index = completion.id.rpartition("/")
-    return Trajectory(
+    trajectory = Trajectory(
         prompt_uid=uid,
         index=int(index),
         token_ids=completion.tokens.astype("<i4", copy=False).tobytes(),
         logprobs=completion.logprobs.astype("<f4", copy=False).tobytes(),
-        spans=[VersionSpan(version=v, num_tokens=n) for v, n in completion.spans],
         finish_reason=FINISH_REASONS[completion.finish],
         error=completion.error,
         generation_s=generation_s,
         replica_id=replica_id,
     )
+    for version, num_tokens in completion.spans:
+        trajectory.spans.add(version=version, num_tokens=num_tokens)
+    return trajectory
 
 
 def mark_failed(trajectory: Trajectory, error: str) -> Trajectory:

@@ -34,13 +34,13 @@ Decode = Callable[[list[list[int]]], list[str]]
 class Pool(Protocol):
     """Scores answers somewhere else."""
 
-    async def score(self, items: list[RewardItem]) -> Sequence[Score | ScoreError]: ...
+    async def score(self, items: Sequence[RewardItem]) -> Sequence[Score | ScoreError]: ...
     @property
     def num_workers(self) -> int: ...
 
 
 def decoder(tokenizer: Any) -> Decode:
-    """The tokenizer's own decode_batch: ten times cheaper per answer than the Python loop around it, the same text."""
+    """The tokenizer's own decode_batch: 1.5 us for a short answer instead of the 8 us of batch_decode's loop, the same text."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or getattr(tokenizer, "clean_up_tokenization_spaces", False):
         return lambda answers: tokenizer.batch_decode(answers, skip_special_tokens=True)
@@ -58,7 +58,8 @@ def fill(trajectory: Trajectory, score: Score | ScoreError, reward_s: float) -> 
         mark_failed(trajectory, f"reward: {score.reward} is not finite")
     else:
         trajectory.reward = score.reward
-        trajectory.reward_extras.update(score.extras)
+        for name, value in score.extras.items():
+            trajectory.reward_extras[name] = value
         if score.prediction is not None:
             trajectory.prediction = score.prediction
 

@@ -65,11 +65,13 @@ async def test_generate_streams_tokens_logprobs_versions_and_text_that_add_up() 
         w.source.publish(1, 1)
         await until(lambda: w.worker.follower.held == (1, 1))
         w.engine.release()
-        parts = [first, *[message async for message in call]]
+        parts = [first]
+        while isinstance(message := await call.read(), pb.GenerateResponse):
+            parts.append(message)
         assert "".join(m.text for m in parts) == "abcd"
         assert np.frombuffer(b"".join(m.token_ids for m in parts), "<i4").tolist() == [10, 11, 12, 13, 2]
         assert len(b"".join(m.logprobs for m in parts)) == 5 * 4
-        assert [(s.version, s.num_tokens) for m in parts for s in m.spans] == [(0, 2), (1, 3)]
+        assert [s.version for m in parts for s in m.spans for _ in range(s.num_tokens)] == [0, 0, 1, 1, 1]
         assert parts[-1].finish_reason == FINISH_REASON_STOP
 
 
@@ -106,7 +108,7 @@ async def test_generate_is_refused_by_name_before_the_first_weights() -> None:
 async def test_generate_goes_before_queued_training_work() -> None:
     async with replica(slots=4, prefetch_groups=4) as w, served(w) as stub:
         w.engine.hold(1)
-        w.scheduler.pending.extend(lease(f"d{k}") for k in range(5))
+        w.scheduler.offer(*(lease(f"d{k}") for k in range(5)))
         await until(lambda: w.worker.book.num_generating == 5 * GROUP)
         call = stub.Generate(pb.GenerateRequest(text="a"), timeout=10)
         await until(lambda: w.driver.vitals.num_waiting + w.driver.vitals.num_running == 5 * GROUP + 1)
@@ -143,7 +145,7 @@ async def test_a_caller_hears_that_the_engine_died() -> None:
 async def test_status_says_what_the_replica_holds_and_does() -> None:
     async with replica() as w, served(w) as stub:
         w.engine.hold(1)
-        w.scheduler.pending.append(lease("d0"))
+        w.scheduler.offer(lease("d0"))
         await until(lambda: w.driver.vitals.num_running == GROUP)
         status = await stub.GetStatus(pb.RolloutServiceGetStatusRequest(), timeout=5)
         assert (status.replica_id, status.state, status.engine) == ("r-test", scheduler_pb2.REPLICA_STATE_RUNNING, "fake 1")

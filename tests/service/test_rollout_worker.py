@@ -19,7 +19,7 @@ from tests.rollout_world import GROUP, lease, replica, until
 
 async def test_leased_groups_come_back_generated_scored_and_complete() -> None:
     async with replica() as w:
-        w.scheduler.pending.extend(lease(f"d{k}") for k in range(40))
+        w.scheduler.offer(*(lease(f"d{k}") for k in range(40)))
         await until(lambda: all(w.scheduler.finished(f"d{k}") for k in range(40)))
         t = w.scheduler.reported["d7", 2]
         tokens = np.frombuffer(t.token_ids, "<i4").tolist()
@@ -34,7 +34,7 @@ async def test_leased_groups_come_back_generated_scored_and_complete() -> None:
 async def test_a_replica_leases_nothing_before_it_holds_weights_and_says_so() -> None:
     """C6."""
     async with replica(publish=False) as w:
-        w.scheduler.pending.append(lease("d0"))
+        w.scheduler.offer(lease("d0"))
         await until(lambda: len(w.scheduler.heartbeats) > 3)
         assert w.scheduler.polls == []
         assert w.scheduler.heartbeats[-1].state == pb.REPLICA_STATE_WAITING_FOR_WEIGHTS
@@ -57,7 +57,7 @@ async def test_an_open_poll_is_asked_again_when_newer_weights_are_held() -> None
 async def test_no_more_is_leased_than_slots_and_prefetch_take() -> None:
     async with replica(slots=8, prefetch_groups=2) as w:
         w.engine.hold(1)
-        w.scheduler.pending.extend(lease(f"d{k}") for k in range(20))
+        w.scheduler.offer(*(lease(f"d{k}") for k in range(20)))
         await until(lambda: w.worker.book.num_generating == 16)
         assert len(w.scheduler.granted) == 4
         w.engine.release()
@@ -69,7 +69,7 @@ async def test_a_failing_generation_and_a_failing_reward_fail_one_session_each()
     async with replica() as w:
         w.engine.fail.add("d0/1")
         w.pool.failing.add("10 11 12 13 14 2")
-        w.scheduler.pending.append(lease("d0"))
+        w.scheduler.offer(lease("d0"))
         await until(lambda: w.scheduler.finished("d0"))
         errors = [w.scheduler.reported["d0", i].error for i in range(GROUP)]
         assert errors == ["", "told to fail", "reward: ValueError: no", ""]
@@ -81,7 +81,7 @@ async def test_a_lost_lease_stops_the_work_on_it() -> None:
     """C15: stale work is cancelled, not finished and thrown away."""
     async with replica() as w:
         w.engine.hold(2)
-        w.scheduler.pending.extend([lease("d0"), lease("d1")])
+        w.scheduler.offer(lease("d0"), lease("d1"))
         await until(lambda: w.driver.vitals.num_running == 2 * GROUP)
         w.scheduler.lost.add("d0")
         await until(lambda: w.driver.vitals.num_running == GROUP)
@@ -94,14 +94,14 @@ async def test_a_lost_trajectory_does_not_wait_for_its_reward() -> None:
     """C14."""
     async with replica() as w:
         w.pool.stuck.add("10 11 12 2")  # session 0 of each group
-        w.scheduler.pending.append(lease("d0", n=1))
+        w.scheduler.offer(lease("d0", n=1))
         await until(lambda: w.pool.items)
         w.scheduler.lost.add("d0")
         await until(lambda: not w.worker.book.attempts())
-        w.scheduler.pending.append(lease("d1", missing=[1, 2, 3]))
+        w.scheduler.offer(lease("d1", missing=[1, 2, 3]))
         await until(lambda: ("d1", 3) in w.scheduler.reported)
         w.pool.unstick.set()
-        w.scheduler.pending.append(lease("d2", n=1))
+        w.scheduler.offer(lease("d2", n=1))
         await until(lambda: w.scheduler.finished("d2", 1))
         assert ("d0", 0) not in w.scheduler.reported
 
@@ -109,7 +109,7 @@ async def test_a_lost_trajectory_does_not_wait_for_its_reward() -> None:
 async def test_ends_are_kept_while_the_scheduler_is_away_and_reported_when_it_is_back() -> None:
     async with replica() as w:
         w.engine.hold(1)
-        w.scheduler.pending.append(lease("d0"))
+        w.scheduler.offer(lease("d0"))
         await until(lambda: w.driver.vitals.num_running == GROUP)
         address = w.server.address
         await w.server.drain(0)
@@ -126,13 +126,13 @@ async def test_ends_are_kept_while_the_scheduler_is_away_and_reported_when_it_is
 async def test_a_fenced_session_is_replaced_once_and_its_work_dropped() -> None:
     async with replica() as w:
         w.engine.hold(1)
-        w.scheduler.pending.append(lease("d0"))
+        w.scheduler.offer(lease("d0"))
         await until(lambda: w.driver.vitals.num_running == GROUP)
         w.scheduler.fenced.add(1)
         await until(lambda: w.worker.link.epoch == 2)
         await until(lambda: w.driver.vitals.num_running == 0)
         w.engine.release()
-        w.scheduler.pending.append(lease("d1"))
+        w.scheduler.offer(lease("d1"))
         await until(lambda: w.scheduler.finished("d1"))
         assert not any(uid == "d0" for uid, _ in w.scheduler.reported)
         w.scheduler.fence_all = True
@@ -144,7 +144,7 @@ async def test_draining_reports_what_is_whole_and_hands_back_the_rest_with_parti
     async with replica() as w:
         w.engine.answer = lambda request: [2] if request.id == "d0/0" else [10] * 50
         w.engine.hold(3)
-        w.scheduler.pending.extend([lease("d0"), lease("d1", attempt=2)])
+        w.scheduler.offer(lease("d0"), lease("d1", attempt=2))
         await until(lambda: w.engine.reached.is_set() and w.driver.vitals.num_running == 2 * GROUP - 1)
         w.worker.drain()
         await asyncio.wait_for(w.running, 5)
@@ -163,7 +163,7 @@ async def test_a_partial_answer_handed_back_by_one_replica_is_continued_by_anoth
     async with replica() as w:
         w.engine.answer = lambda _: [10] * 50
         w.engine.hold(5)
-        w.scheduler.pending.append(lease("d0", n=1))
+        w.scheduler.offer(lease("d0", n=1))
         await until(w.engine.reached.is_set)
         w.worker.drain()
         await asyncio.wait_for(w.running, 5)
@@ -172,7 +172,7 @@ async def test_a_partial_answer_handed_back_by_one_replica_is_continued_by_anoth
         w.source.publish(1, 9)
         await until(lambda: w.worker.follower.held)
         w.engine.answer = lambda _: [10] * 50
-        w.scheduler.pending.append(lease("d0", n=1, attempt=2, partials=partials))
+        w.scheduler.offer(lease("d0", n=1, attempt=2, partials=partials))
         await until(lambda: w.scheduler.finished("d0", 1))
         t = w.scheduler.reported["d0", 0]
         assert [(s.version, s.num_tokens) for s in t.spans] == [(0, 5), (9, 11)]
@@ -190,19 +190,19 @@ async def test_a_paused_replica_leases_nothing_until_it_is_resumed() -> None:
         w.scheduler.directives = [pb.Directive(kind=pb.Directive.KIND_PAUSE)]
         await until(lambda: w.worker._is_paused)
         w.scheduler.directives = [pb.Directive(kind=pb.Directive.KIND_RESUME)]
-        w.scheduler.pending.append(lease("d0"))
+        w.scheduler.offer(lease("d0"))
         await until(lambda: w.scheduler.finished("d0"))
 
 
 async def test_a_dead_engine_hands_its_leases_back_and_is_built_anew_with_the_newest_weights() -> None:
     async with replica() as w:
         w.engine.hold(2)
-        w.scheduler.pending.append(lease("d0"))
+        w.scheduler.offer(lease("d0"))
         await until(lambda: w.driver.vitals.num_running == GROUP)
         w.engine.dies.set()
         await until(lambda: "d0" in w.scheduler.returned)
         assert w.scheduler.return_reasons == ["engine failed"]
-        w.scheduler.pending.append(lease("d0", attempt=2))
+        w.scheduler.offer(lease("d0", attempt=2))
         await until(lambda: w.scheduler.finished("d0"))
         assert len(w.engines) == 2
         assert w.engine.loads == [(0, "in_flight")]
@@ -214,7 +214,7 @@ async def test_an_engine_that_keeps_dying_ends_the_process() -> None:
         for deaths in range(1, 5):
             engines = len(w.engines)
             w.engine.hold(1)
-            w.scheduler.pending.append(lease(f"d{deaths}"))
+            w.scheduler.offer(lease(f"d{deaths}"))
             await until(lambda: w.driver.vitals.num_running == GROUP)
             w.engine.dies.set()
             if deaths < 4:

@@ -200,30 +200,53 @@ def test_nothing_more_is_leased_while_ends_pile_up_unscored() -> None:
     assert prompts_wanted(slots=64, prefetch_groups=8, group_size=8, num_generating=0, num_ended=512) == 0
 
 
-@given(st.lists(st.tuples(st.sampled_from(["lease", "end", "fail", "abort", "score", "ack", "refuse", "lose", "back"]), st.integers(0, 3))))
-def test_the_counters_equal_the_sessions_whatever_happens(moves: list[tuple[str, int]]) -> None:
-    book = LeaseBook("r1")
-    attempts = [0] * 4
-    scoring: list[Trajectory] = []
-    for move, k in moves:
+MOVES = ("lease", "end", "fail", "abort", "score", "acknowledge", "refuse", "lose", "give back")
+
+
+class _Replica:
+    """Moves a book as the worker does, in any order."""
+
+    def __init__(self) -> None:
+        self.book = LeaseBook("r1")
+        self.attempts = {"d0": 0, "d1": 0}
+        self.scoring: list[Trajectory] = []
+
+    def move(self, what: str, k: int) -> None:
         uid = f"d{k % 2}"
-        if move == "lease":
-            attempts[k % 2] += 1
-            book.begin(lease(uid, n=4, attempt=attempts[k % 2], missing=[k, (k + 1) % 4]), now_s=0)
-        elif move in ("end", "fail", "abort"):
-            finish: dict[str, Finish] = {"end": "stop", "fail": "failed", "abort": "aborted"}
-            if (ended := book.end(completion(uid, k, finish=finish[move]), now_s=0)) is not None:
-                scoring.append(ended.trajectory)
-        elif move == "score" and scoring:
-            book.queue(scoring.pop())
-        elif move == "ack":
-            book.acknowledge(book.reports(2, 1 << 20), [])
-        elif move == "refuse":
-            book.acknowledge(book.reports(2, 1 << 20), [uid])
-        elif move == "lose":
-            book.lose([uid], book.attempts())
-        elif move == "back":
-            book.give_back()
+        if what in ("end", "fail", "abort"):
+            self._end(what, uid, k)
+        elif what in ("lease", "score"):
+            self._work(what, uid, k)
+        else:
+            self._hear(what, uid)
+
+    def _end(self, what: str, uid: str, k: int) -> None:
+        finish: dict[str, Finish] = {"end": "stop", "fail": "failed", "abort": "aborted"}
+        if (ended := self.book.end(completion(uid, k, finish=finish[what]), now_s=0)) is not None:
+            self.scoring.append(ended.trajectory)
+
+    def _work(self, what: str, uid: str, k: int) -> None:
+        if what == "lease":
+            self.attempts[uid] += 1
+            self.book.begin(lease(uid, n=4, attempt=self.attempts[uid], missing=[k, (k + 1) % 4]), now_s=0)
+        elif self.scoring:
+            self.book.queue(self.scoring.pop())
+
+    def _hear(self, what: str, uid: str) -> None:
+        if what == "lose":
+            self.book.lose([uid], self.book.attempts())
+        elif what == "give back":
+            self.book.give_back()
+        else:
+            self.book.acknowledge(self.book.reports(2, 1 << 20), [uid] if what == "refuse" else [])
+
+
+@given(st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 3))))
+def test_the_counters_equal_the_sessions_whatever_happens(moves: list[tuple[str, int]]) -> None:
+    replica = _Replica()
+    book = replica.book
+    for what, k in moves:
+        replica.move(what, k)
         owed = [t for held in book._held.values() for t in held.owed.values()]
         assert book.num_generating == sum(t is None for t in owed)
         assert book.num_ended == sum(t is not None for t in owed)
