@@ -18,7 +18,7 @@ repeated up to the rounding of batched arithmetic, wherever and with whomever th
 
 from __future__ import annotations
 
-import logging
+import inspect
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping
@@ -44,8 +44,6 @@ PREFILL_TOKENS = 8192
 ADMIT_SHARE = 8
 """New sequences are admitted when 1/8 of the slots is free (or all that wait fit): a prefill costs about a decode step."""
 
-log = logging.getLogger("stretto.rollout.engine")
-
 
 class TorchEngine:
     """See services.rollout.engine.Engine for the contract of each public method."""
@@ -68,7 +66,7 @@ class TorchEngine:
         self.max_len = min(max_len, getattr(config, "max_position_embeddings", None) or max_len)
         self._vocabulary: int = config.vocab_size
         self._cache = KVCache(config.num_hidden_layers, slots, self.max_len, self._device)
-        self._forward = make_forward(self._model, self._cache)
+        self.forward = make_forward(self._model, self._cache)
         self._table = SlotTable(slots)
         self._waiting: deque[Sequence] = deque()
         self._ended: list[Completion] = []
@@ -194,7 +192,7 @@ class TorchEngine:
             row[: len(text)] = text
         copies = [len(g) for g in groups]
         self._cache.at_prefill(self._table.n, copies, ids_PL.shape[1])
-        logits_PV = self._forward.prefill(self._to_device(ids_PL), self._to_device(lengths - 1))
+        logits_PV = self.forward.prefill(self._to_device(ids_PL), self._to_device(lengths - 1))
         self.prefilled_tokens += int(lengths.sum())
         for sequence in (s for g in groups for s in g):
             self._table.append(sequence, self._stops(sequence.request))
@@ -204,7 +202,7 @@ class TorchEngine:
         positions = self._table.positions(rows)
         inputs = self._to_device(np.stack((self._table.last_tokens(rows), positions)))
         self._cache.at_decode(inputs[1], int(positions.max()))
-        return self._forward.decode(inputs[0], inputs[1])
+        return self.forward.decode(inputs[0], inputs[1])
 
     def _draw(self, logits_BV: torch.Tensor) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         table = self._table
@@ -281,10 +279,16 @@ class TorchEngine:
 
 def _architecture(path: Path, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
     config: Any = AutoConfig.from_pretrained(path)
+    refused = f"the torch engine cannot run {path}: "
     if reason := _unsupported(config.get_text_config()):
-        raise InvalidArgumentError(f"the torch engine cannot run {path}: {reason}; use the vllm engine")
-    with device, no_init_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+        raise InvalidArgumentError(refused + reason)
+    try:
+        with device, no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    except ValueError as err:  # no causal LM of this kind, or one that cannot attend through SDPA
+        raise InvalidArgumentError(f"{refused}{err}") from err
+    if "position_ids" not in inspect.signature(model.forward).parameters:
+        raise InvalidArgumentError(f"{refused}{type(model).__name__} takes no position_ids")
     model.tie_weights()  # no_init_weights leaves that out too
     return model.eval().requires_grad_(False)
 

@@ -32,7 +32,7 @@ class KVCache:
         self.mask_BT = torch.empty(0)
         """True where a row may attend."""
         self._pos_B = torch.empty(0, dtype=torch.long)
-        self._flat: dict[int, torch.Tensor] = {}
+        self._flat: dict[tuple[int, int], torch.Tensor] = {}
         self._runs: list[tuple[int, int, int, int]] = []
 
     def at_decode(self, pos_B: torch.Tensor, longest: int) -> None:
@@ -86,11 +86,11 @@ class KVCache:
     def _layer(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         stored = self._layers[layer]
         if stored is None:
-            stored = self._layers[layer] = (self._zeros(keys), self._zeros(values))
+            stored = self._layers[layer] = (self._zeros(keys, self.capacity), self._zeros(values, self.capacity))
         return stored
 
-    def _zeros(self, like: torch.Tensor) -> torch.Tensor:
-        return torch.zeros(self.slots, like.shape[1], self.capacity, like.shape[3], dtype=like.dtype, device=self.device)
+    def _zeros(self, like: torch.Tensor, capacity: int) -> torch.Tensor:
+        return torch.zeros(self.slots, like.shape[1], capacity, like.shape[3], dtype=like.dtype, device=self.device)
 
     def _scatter(self, stored: torch.Tensor, new: torch.Tensor) -> None:
         """One broadcast copy for each run of prompts with equally many rows."""
@@ -100,23 +100,27 @@ class KVCache:
 
     def _put(self, stored: torch.Tensor, new: torch.Tensor) -> None:
         n, heads, _, size = new.shape
-        flat = self._flat.get(heads)
-        if flat is None:
+        shape = (heads, stored.shape[2])
+        if shape not in self._flat:
             row_head = torch.arange(n * heads, device=self.device).view(n, heads)
-            flat = self._flat[heads] = (row_head * self.capacity + self._pos_B[:, None]).view(-1)
-        stored.view(-1, size).index_copy_(0, flat, new.reshape(-1, size))
+            self._flat[shape] = (row_head * stored.shape[2] + self._pos_B[:, None]).view(-1)
+        stored.view(-1, size).index_copy_(0, self._flat[shape], new.reshape(-1, size))
 
     def _reserve(self, length: int) -> None:
-        """Makes C at least `length`; grows by half so that copying stays a small part of writing."""
+        """Makes C at least `length`; grows by half so that copying stays a small part of writing.
+
+        If memory ends midway, some layers are larger than `capacity`; that is harmless, and everything is as before.
+        """
         if length <= self.capacity:
             return
-        self.capacity = min(_ceil(max(length, self.capacity * 3 // 2)), _ceil(self.max_len))
+        capacity = min(_ceil(max(length, self.capacity * 3 // 2)), _ceil(self.max_len))
         for i, pair in enumerate(self._layers):
             if pair is not None:
-                self._layers[i] = (self._grown(pair[0]), self._grown(pair[1]))
+                self._layers[i] = (self._grown(pair[0], capacity), self._grown(pair[1], capacity))
+        self.capacity = capacity
 
-    def _grown(self, old: torch.Tensor) -> torch.Tensor:
-        new = self._zeros(old)
+    def _grown(self, old: torch.Tensor, capacity: int) -> torch.Tensor:
+        new = self._zeros(old, max(capacity, old.shape[2]))
         new[:, :, : old.shape[2]] = old
         return new
 

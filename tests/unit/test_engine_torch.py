@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,20 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, CohereConfig, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    CohereConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from services.rollout.engine import NO_VERSION, Completion, Engine, LoadPolicy, Request
 from services.rollout.engine_torch import TorchEngine
+from services.rollout.forward import Forward, FusedForward, TransformersForward
 from stretto.errors import InvalidArgumentError, NotFoundError, RefusedError
 
 VOCABULARY = 61
@@ -36,18 +46,22 @@ class Policy:
 
     path: Path
     config: PreTrainedConfig
+    _models: dict[int, Any] = field(default_factory=dict)
 
     def weights(self, version: int) -> dict[str, torch.Tensor]:
-        return dict(self.model(version).state_dict())
+        return {name: tensor.float() for name, tensor in self.model(version).state_dict().items()}
 
     def model(self, version: int) -> Any:
-        torch.manual_seed(100 + version)
-        model = AutoModelForCausalLM.from_config(self.config)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim == 1:
-                    parameter.add_(torch.randn_like(parameter) * 0.2)
-        return model.eval()
+        """In float64; made from the number, remembered."""
+        if version not in self._models:
+            torch.manual_seed(100 + version)
+            model = AutoModelForCausalLM.from_config(self.config)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    if parameter.ndim == 1:
+                        parameter.add_(torch.randn_like(parameter) * 0.2)
+            self._models[version] = model.eval().double()
+        return self._models[version]
 
     def engine(self, slots: int = 16, max_len: int = 128, version: int | None = 0) -> TorchEngine:
         engine = TorchEngine(self.path, device="cpu", dtype=torch.float32, slots=slots, max_len=max_len)
@@ -59,11 +73,11 @@ class Policy:
         """Of each answer token, by one full pass in float64."""
         ids = torch.tensor([[*prompt, *answer]])
         with torch.no_grad():
-            logits = self.model(version).double()(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
+            logits = self.model(version)(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1]
         return (logits / temperature).log_softmax(-1).gather(-1, ids[0, len(prompt) :, None])[:, 0].numpy()
 
     def greedy(self, version: int, prompt: Sequence[int], tokens: int) -> list[int]:
-        ids, model = list(prompt), self.model(version).double()
+        ids, model = list(prompt), self.model(version)
         with torch.no_grad():
             for _ in range(tokens):
                 ids.append(int(model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
@@ -116,6 +130,11 @@ PROMPTS = ([3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1], list(range(1, 40)), [8])
 
 
 # ---- numbers
+
+
+def test_the_llama_family_takes_the_fused_path_and_others_transformers_own(any_policy: Policy) -> None:
+    expected = TransformersForward if "cohere" in type(any_policy.config).__name__.lower() else FusedForward
+    assert isinstance(any_policy.engine().forward, expected)
 
 
 def test_logprobs_equal_a_full_forward_pass_in_float64(any_policy: Policy) -> None:
@@ -214,6 +233,33 @@ def test_what_can_never_run_fails_alone(policy: Policy) -> None:
     assert "max_len = 40" in done["too long"].error
 
 
+class LongPromptsRunOutOfMemory:
+    """A Forward that cannot prefill more than 20 tokens."""
+
+    def __init__(self, forward: Forward) -> None:
+        self.forward = forward
+
+    def prefill(self, ids_PL: torch.Tensor, last_P: torch.Tensor) -> torch.Tensor:
+        if ids_PL.shape[1] > 20:
+            raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+        return self.forward.prefill(ids_PL, last_P)
+
+    def decode(self, ids_B: torch.Tensor, pos_B: torch.Tensor) -> torch.Tensor:
+        return self.forward.decode(ids_B, pos_B)
+
+
+def test_a_prefill_that_fails_fails_its_prompts_and_the_running_ones_go_on(policy: Policy) -> None:
+    engine = policy.engine()
+    engine.forward = LongPromptsRunOutOfMemory(engine.forward)
+    engine.add([request("a/0", PROMPTS[0])])
+    engine.step()
+    engine.add([request("long/0", PROMPTS[2]), request("long/1", PROMPTS[2])])
+    done = finish(engine)
+    assert done["a/0"].tokens.tolist() == policy.greedy(0, PROMPTS[0], 14)
+    assert {done[f"long/{i}"].finish for i in (0, 1)} == {"failed"}
+    assert "20 GiB" in done["long/0"].error
+
+
 def test_an_id_in_use_is_refused_and_nothing_of_that_call_is_queued(policy: Policy) -> None:
     engine = policy.engine()
     engine.add([request("a/0", [1])])
@@ -309,10 +355,10 @@ def test_after_an_in_flight_update_new_tokens_see_the_old_keys_and_values(any_po
 def mixed_logprobs(policy: Policy, prompt: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
     """Of tokens 8.. by version 1 over the cache version 0 made of prompt + tokens[:7]; token 7 is fed to version 1."""
     with torch.no_grad():
-        old = policy.model(0).double()(input_ids=torch.tensor([[*prompt, *tokens[:7]]]), use_cache=True)
+        old = policy.model(0)(input_ids=torch.tensor([[*prompt, *tokens[:7]]]), use_cache=True)
         cache = old.cache if "cache" in old else old.past_key_values
         keyword = {"cache" if "cache" in old else "past_key_values": cache}
-        new = policy.model(1).double()(input_ids=torch.tensor([tokens[7:-1]]), use_cache=True, **keyword)
+        new = policy.model(1)(input_ids=torch.tensor([tokens[7:-1]]), use_cache=True, **keyword)
     return new.logits[0].log_softmax(-1).gather(-1, torch.tensor(tokens[8:])[:, None])[:, 0].numpy()
 
 
@@ -394,6 +440,21 @@ def test_a_model_with_other_layer_kinds_is_refused_by_name(tmp_path: Path) -> No
         TorchEngine(tmp_path, device="cpu", dtype=torch.float32, slots=2, max_len=64)
 
 
+def test_a_model_that_attends_in_a_way_of_its_own_is_refused_by_name(tmp_path: Path) -> None:
+    BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=2).save_pretrained(tmp_path)
+    with pytest.raises(InvalidArgumentError, match="BloomForCausalLM"):
+        TorchEngine(tmp_path, device="cpu", dtype=torch.float32, slots=2, max_len=64)
+
+
+def test_bfloat16_stays_near_the_float64_numbers(any_policy: Policy) -> None:
+    engine = TorchEngine(any_policy.path, device="cpu", dtype=torch.bfloat16, slots=4, max_len=128)
+    engine.load_weights(0, any_policy.weights(0), "abort")
+    engine.add([request("a/0", PROMPTS[0], temperature=1.0)])
+    answer = finish(engine)["a/0"]
+    assert answer.logprobs.dtype == np.float32
+    np.testing.assert_allclose(answer.logprobs, any_policy.logprobs(0, PROMPTS[0], answer.tokens.tolist()), atol=0.1)
+
+
 def test_answers_end_where_the_model_has_no_more_positions(policy: Policy) -> None:
     engine = policy.engine(max_len=10_000)
     assert engine.max_len == SHAPE["max_position_embeddings"]
@@ -417,7 +478,7 @@ OPERATIONS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(operations=OPERATIONS)
 def test_whatever_the_order_of_calls_every_token_is_the_greedy_one_of_its_version(
     operations: list[tuple[str, int, int]], shared_engine: TorchEngine, oracle: Oracle
@@ -449,7 +510,7 @@ class Oracle:
 
     def __init__(self, policy: Policy) -> None:
         self.weights = [policy.weights(v) for v in (0, 1)]
-        self._models = [policy.model(v).double() for v in (0, 1)]
+        self._models = [policy.model(v) for v in (0, 1)]
         self._next: dict[tuple[int, ...], int] = {}
 
     def check(self, prompt: Sequence[int], answer: Completion) -> None:
