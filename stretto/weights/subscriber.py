@@ -17,7 +17,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,7 +25,7 @@ import grpc
 import numpy as np
 
 from stretto import rpc
-from stretto.errors import CorruptError, DeadlineError, NotFoundError, StaleError, StrettoError, UnavailableError
+from stretto.errors import DeadlineError, NotFoundError, StaleError, StrettoError, UnavailableError
 from stretto.v1 import weightsync_pb2 as pb
 from stretto.v1 import weightsync_pb2_grpc as pb_grpc
 from stretto.weights import layout as layouts
@@ -73,8 +73,9 @@ class Subscriber:
         self._slots = shm.Slots(writable=False)
         self._layout = Layout(())
         self._spare: Bytes | None = None
+        self._has_joined = False
 
-    async def watch(self) -> AsyncIterator[VersionId]:
+    async def watch(self) -> AsyncGenerator[VersionId, None]:
         """The newest READY version at once, then each newer one; survives restarts of the relay.
 
         Nothing older or equal to what was yielded before is yielded. Raises only what waiting cannot cure (RefusedError…).
@@ -116,15 +117,17 @@ class Subscriber:
         end_s, delay_s = time.monotonic() + self._deadline_s, rpc.BACKOFF_FIRST_S
         while True:
             try:
+                if not self._has_joined:
+                    await self._phase("join", self._join, end_s)
                 return await self._attempt(held, end_s)
             except (UnavailableError, NotFoundError, StaleError) as err:
                 # away; restarted and does not know us; or our lease ended while we were reading
+                self._has_joined = False
                 if time.monotonic() + delay_s > end_s:
                     raise UnavailableError(f"fetch: relay {self._target}: given up after {self._deadline_s} s: {err.message}") from None
                 log.info("fetch_again", extra={"fields": {"relay": self._target, "error": err.message}})
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, rpc.BACKOFF_MAX_S)
-            await self._phase("join", self._join, end_s, tolerate=(UnavailableError,))
 
     async def release(self, fetched: Fetched, error: str = "") -> bool:
         """End the lease of `fetched` and say how loading went (empty `error` = well).
@@ -158,12 +161,12 @@ class Subscriber:
         """Announce ourselves with the best backend that works from here."""
         offered = offers(self._backend)
         joined = await self._announce(offered)
-        if joined.backend != "shm" or await asyncio.to_thread(shm.is_reachable, joined.socket_path):
-            return
-        if "grpc" not in offered:
-            raise UnavailableError(f"shm: {joined.socket_path} cannot be reached from here, and weightsync.backend allows only shm")
-        log.info("shm_not_reachable", extra={"fields": {"socket": joined.socket_path, "backend": "grpc"}})
-        await self._announce(("grpc",))
+        if joined.backend == "shm" and not await asyncio.to_thread(shm.is_reachable, joined.socket_path):
+            if "grpc" not in offered:
+                raise UnavailableError(f"shm: {joined.socket_path} cannot be reached from here, and weightsync.backend allows only shm")
+            log.info("shm_not_reachable", extra={"fields": {"socket": joined.socket_path, "backend": "grpc"}})
+            await self._announce(("grpc",))
+        self._has_joined = True
 
     async def _announce(self, offered: tuple[str, ...]) -> pb.JoinResponse:
         request = pb.JoinRequest(replica_id=self._replica_id, backends=offered, device_type=self._device_type)
@@ -183,9 +186,6 @@ class Subscriber:
             return None
         try:
             return await self._read(acquired, end_s)
-        except CorruptError as err:
-            await self._give_up(acquired.lease_id, err.message)
-            raise
         except StrettoError as err:
             await self._give_up(acquired.lease_id, err.message)
             raise
@@ -248,10 +248,8 @@ class Subscriber:
         except grpc.RpcError as raw:
             log.info("release_not_heard", extra={"fields": {"error": rpc.from_rpc_error(raw).message}})
 
-    async def _phase(
-        self, phase: str, begin: Callable[[], Awaitable[T]], end_s: float, *, tolerate: tuple[type[StrettoError], ...] = ()
-    ) -> Any:
-        """The result of `begin()`. Raises DeadlineError naming the phase at `end_s`; None for an error to `tolerate`."""
+    async def _phase(self, phase: str, begin: Callable[[], Awaitable[T]], end_s: float) -> T:
+        """The result of `begin()`. Raises DeadlineError naming the phase at `end_s`."""
         late = DeadlineError(f"fetch: phase {phase}: no answer from relay {self._target} within {self._deadline_s} s")
         try:
             async with asyncio.timeout(max(0.0, end_s - time.monotonic())):
@@ -260,8 +258,6 @@ class Subscriber:
             raise late from None
         except (grpc.RpcError, StrettoError) as raw:
             err = _as_stretto(raw)
-            if isinstance(err, tolerate):
-                return None
             raise late if isinstance(err, DeadlineError) else err from None
 
 
