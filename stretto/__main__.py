@@ -1,0 +1,5 @@
+"""`python -m stretto`: the command line without its script."""
+
+from stretto.cli import main
+
+main()

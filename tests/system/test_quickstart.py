@@ -1,0 +1,65 @@
+"""The README's first command: a real asynchronous GRPO run through four services, from a sloppy model to a good one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from stretto.results import LedgerReport
+
+from .conftest import ENV, LiveRun
+
+SERVICES = ("scheduler", "weightsync", "trainer", "rollout")
+GREEDY = """
+import sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+question = "Tom has 47 apples and buys 6 more. How many apples now?"
+ids = tokenizer(question, return_tensors="pt", add_special_tokens=False).input_ids
+print(tokenizer.decode(model.generate(ids, max_new_tokens=18, do_sample=False)[0, ids.shape[1]:], skip_special_tokens=True))
+"""
+
+
+def test_the_quick_start_lifts_sampled_accuracy_by_a_quarter_and_leaves_what_it_promises(new_run: Callable[..., LiveRun]) -> None:
+    run = new_run()
+    run.wait_for_step(3)
+    each = {name: run.pids(f"-m services.{name} ") for name in SERVICES}
+    assert all(len(pids) == 1 for pids in each.values()), each
+    maps = Path(f"/proc/{each['scheduler'][0]}/maps").read_text()
+    assert "libtorch" not in maps, "the scheduler loaded torch"
+    assert "libtorch" not in Path(f"/proc/{each['weightsync'][0]}/maps").read_text()
+    report: LedgerReport = run.ask(lambda c: c.verify_ledger())
+    assert report.ok, report.violations
+
+    assert run.end() == 0, run.output[-3000:]
+    accuracies = run.accuracies()
+    assert accuracies[60] >= accuracies[0] + 0.25, accuracies
+    assert [line["step"] for line in run.lines("step")] == list(range(1, 61))
+    assert max(line["metrics"]["lag_max"] for line in run.lines("step")) <= 2
+    assert run.summary()["is_ledger_ok"]
+    assert (run.folder / "reward.png").stat().st_size > 10_000
+    answer = subprocess.run([sys.executable, "-c", GREEDY, str(run.folder / "final")], capture_output=True, text=True, env=ENV, timeout=120)
+    assert "#### " in answer.stdout, answer.stderr
+    assert list((run.folder / "tensorboard").iterdir())
+
+
+def test_the_synchronous_mode_learns_and_never_trains_on_an_older_version(new_run: Callable[..., LiveRun]) -> None:
+    run = new_run("scheduler.max_lag=0", "trainer.steps=30")
+    assert run.end() == 0, run.output[-3000:]
+    assert run.accuracies()[30] >= run.accuracies()[0] + 0.25
+    assert {line["metrics"]["lag_max"] for line in run.lines("step")} == {0.0}
+
+
+def test_two_replicas_share_the_work(new_run: Callable[..., LiveRun]) -> None:
+    run = new_run("rollout.replicas=2", "trainer.steps=20", "validation.every_steps=0")
+    run.wait_for_step(10)
+    status = run.ask(lambda c: c.status())
+    tokens = [r.generated_tokens for r in status.replicas]
+    assert len(tokens) == 2
+    assert min(tokens) > 0.2 * max(tokens), tokens
+    assert run.end() == 0, run.output[-3000:]
+    assert json.loads(json.dumps(run.summary()))["is_ledger_ok"]
