@@ -26,6 +26,7 @@ import torch
 from safetensors.torch import save_file
 
 from services.trainer import server
+from services.trainer.loop import Learner
 from stretto import recipe as recipes
 from stretto import rpc
 from stretto.errors import FencedError, RefusedError
@@ -62,7 +63,7 @@ class AddingLearner:
         self.weight += float(ordinals.sum())
         self.seen = torch.cat([self.seen, ordinals])
         self.optimizer_steps += self._minibatches
-        return Report({"loss": 1.0 / step, "optimizer_steps": float(self.optimizer_steps)})
+        return Report({"loss": 1.0 / step, "updates": float(self._minibatches), "optimizer_steps": float(self.optimizer_steps)})
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return {"weight": self.weight}
@@ -73,12 +74,17 @@ class AddingLearner:
     def load_state(self, state: dict[str, Any]) -> None:
         self.weight, self.seen, self.optimizer_steps = state["weight"].clone(), state["seen"].clone(), state["optimizer_steps"]
 
-    def save_pretrained(self, folder: Path) -> None:
+    def save_pretrained(self, folder: Path, state: Mapping[str, Any]) -> None:
         (folder / "config.json").write_text("{}")
-        save_file({"weight": self.weight}, folder / "model.safetensors")
+        save_file({"weight": state["weight"]}, folder / "model.safetensors")
 
 
 # ------------------------------------------------------------------------------------------------------------ scheduler
+
+
+def bare_group(ordinal: int, version: int) -> types_pb2.Group:
+    """A group without trajectories."""
+    return types_pb2.Group(prompt=types_pb2.Prompt(uid=f"d{ordinal}", ordinal=ordinal), version_begin=version)
 
 
 class FakeScheduler(pb_grpc.SchedulerServiceServicer):
@@ -103,6 +109,8 @@ class FakeScheduler(pb_grpc.SchedulerServiceServicer):
         self.last_evaluation: pb.Evaluation | None = None
         self.on_call: Callable[[str, int, str], None] = lambda method, step, when: None
         """Called "before" and "after" a method took effect; may kill the caller."""
+        self.make_group: Callable[[int, int], types_pb2.Group] = bare_group
+        """(ordinal, version that began it) -> what the trainer gets."""
         self.stop_at = 0
         self.address = ""
         """Of the trainer that opened the run last."""
@@ -164,8 +172,7 @@ class FakeScheduler(pb_grpc.SchedulerServiceServicer):
             await asyncio.sleep(0.01)
         ordinals = self.batches.setdefault(step, list(range((step - 1) * self.batch, step * self.batch)))
         for n in ordinals:
-            prompt = types_pb2.Prompt(uid=f"d{n}", ordinal=n)
-            yield pb.SampleBatchResponse(group=types_pb2.Group(prompt=prompt, version_begin=self.committed), num_groups=len(ordinals))
+            yield pb.SampleBatchResponse(group=self.make_group(n, self.committed), num_groups=len(ordinals))
         self.on_call("SampleBatch", step, "after")
 
     async def CommitStep(self, request: pb.CommitStepRequest, context: Any) -> pb.CommitStepResponse:  # noqa: N802
@@ -252,10 +259,10 @@ class FakeRelay(ws_grpc.WeightSyncServiceServicer):
 # ------------------------------------------------------------------------------------------------------------ processes
 
 
-def _child(overrides: dict[str, Any]) -> None:
+def _child(overrides: dict[str, Any], make: Callable[[Recipe], Learner]) -> None:
     log = os.open(Path(overrides["run"]["folder"]) / "trainer.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 2)
-    raise SystemExit(server.main(recipes.build(overrides), AddingLearner))
+    raise SystemExit(server.main(recipes.build(overrides), make))
 
 
 @dataclass
@@ -266,6 +273,7 @@ class World:
     scheduler: FakeScheduler
     relay: FakeRelay
     peers: dict[str, str]
+    make_learner: Callable[[Recipe], Learner] = AddingLearner
     trainers: list[ForkServerProcess] = field(default_factory=list[ForkServerProcess])
 
     def tree(self, **trainer: Any) -> dict[str, Any]:
@@ -283,8 +291,8 @@ class World:
     def start(self, **trainer: Any) -> ForkServerProcess:
         """A trainer process. Forked from a server that has imported everything: a start costs milliseconds, not seconds."""
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
-        process = context.Process(target=_child, args=(self.tree(**trainer),), daemon=True)
+        context.set_forkserver_preload([__name__, "services.trainer.step"])
+        process = context.Process(target=_child, args=(self.tree(**trainer), self.make_learner), daemon=True)
         process.start()
         self.trainers.append(process)
         return process

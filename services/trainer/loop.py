@@ -62,10 +62,6 @@ DONE_GRACE_S = 10.0
 """Over validation.deadline_s, at which the scheduler itself cuts the last evaluation."""
 
 
-Snapshot = tuple[Path, dict[str, Any]]
-"""(folder with the model's files, copy of the learner's state): what is left to do needs no learner."""
-
-
 class CannotResumeError(StrettoError):
     """The checkpoint, the recipe or the store forbids to go on; a restart will not help."""
 
@@ -74,7 +70,9 @@ class StepReport(Protocol):
     """What a train step says."""
 
     @property
-    def metrics(self) -> dict[str, float]: ...
+    def metrics(self) -> dict[str, float]:
+        """Scalars by name; "updates" = optimizer steps made."""
+        ...
 
 
 class Learner(Protocol):
@@ -84,7 +82,7 @@ class Learner(Protocol):
     def tensors(self) -> Mapping[str, torch.Tensor]: ...
     def state(self) -> dict[str, Any]: ...
     def load_state(self, state: dict[str, Any]) -> None: ...
-    def save_pretrained(self, folder: Path) -> None: ...
+    def save_pretrained(self, folder: Path, state: Mapping[str, Any]) -> None: ...
 
 
 class Loop:
@@ -226,19 +224,20 @@ class Loop:
         committed = time.monotonic()
         self._note_commit(step, report)
         try:
-            snapshot = self._snapshot(step) if stop_requested or self._is_checkpoint_due(step) else None
+            snapshot = self._snapshot() if stop_requested or self._is_checkpoint_due(step) else None
         finally:  # the step is committed: it gets its line, also when a stop ends the wait for the checkpoint in flight
             end = time.monotonic()
             scalars |= {"commit_s": committed - published, "checkpoint_s": end - committed, "step_s": end - begin}
             self._record(step, scalars)
-        self._save(step, snapshot)  # behind the line: a stable checkpoint has all lines up to its step
+        if snapshot is not None:
+            self._save(step, snapshot)  # behind the line: a stable checkpoint has all lines up to its step
         if stop_requested:
             self._stop.request()
 
     def _finish(self) -> None:
         """All steps are committed: last checkpoint, the model for others, the last evaluation."""
         if self._saved_step < self._total and self._saving is None:
-            self._save(self._total, self._snapshot(self._total))
+            self._save(self._total, self._snapshot())
         self._await_saving()
         if self._saved is None or self._saved.step < self._total:
             raise StrettoError(f"the checkpoint of step {self._total}, the last, could not be written: see checkpoint_failed above")
@@ -293,8 +292,7 @@ class Loop:
 
     def _note_commit(self, step: int, report: StepReport) -> None:
         self._whole_step = self._status.step = step
-        made = self._status.optimizer_steps + self._recipe.trainer.minibatches
-        self._status.optimizer_steps = int(report.metrics.get("optimizer_steps", made))
+        self._status.optimizer_steps += int(report.metrics["updates"])
         metrics.STEP.set(step)
         metrics.STEPS.inc()
 
@@ -328,31 +326,15 @@ class Loop:
     def _is_checkpoint_due(self, step: int) -> bool:
         return step % self._recipe.trainer.checkpoint_every_steps == 0 or step == self._total or self._saves.any_waiting
 
-    def _snapshot(self, step: int) -> Snapshot | None:
-        """Everything a checkpoint needs from the learner, in copies. Waits for the one in flight: at most one at a time."""
+    def _snapshot(self) -> dict[str, Any]:
+        """A copy of the learner's state. Waits for the checkpoint in flight: at most one at a time."""
         with self._status.during("saving"):
             self._await_saving()
-            try:
-                tmp = checkpoint.begin(self._folder, step)
-                self._learner.save_pretrained(tmp)
-            except (OSError, SafetensorError) as err:
-                self._note_failure(step, err)
-                failed: Future[Path] = Future()
-                failed.set_exception(err)
-                _answer(self._saves.take(), step, failed)
-                return None
-            return tmp, checkpoint.copied(self._learner.state())
+            return checkpoint.copied(self._learner.state())
 
-    def _note_failure(self, step: int, err: Exception) -> None:
-        """A checkpoint that cannot be written (a full disk) ends the run only if it is the last: the next may succeed."""
-        metrics.CHECKPOINTS_FAILED.inc()
-        log.error("checkpoint_failed", extra={"fields": {"step": step, "error": str(err)}})
-
-    def _save(self, step: int, snapshot: Snapshot | None) -> None:
+    def _save(self, step: int, snapshot: dict[str, Any]) -> None:
         """Have `snapshot` written; whoever asked for a checkpoint is answered when it is durable."""
-        if snapshot is None:
-            return
-        files, (tmp, state), asked = self._files, snapshot, self._saves.take()
+        files, learner, asked = self._files, self._learner, self._saves.take()
         assert files
         cut = Cut(
             step=step,
@@ -365,7 +347,9 @@ class Loop:
         )
 
         def write() -> Path:
-            return checkpoint.finish(tmp, replace(cut, metrics_bytes=files.make_durable()), state, self._claim)
+            tmp = checkpoint.begin(self._folder, step)
+            learner.save_pretrained(tmp, snapshot)
+            return checkpoint.finish(tmp, replace(cut, metrics_bytes=files.make_durable()), snapshot, self._claim)
 
         future = self._writer.submit(write)
         future.add_done_callback(lambda done: _answer(asked, step, done))
@@ -382,8 +366,9 @@ class Loop:
         self._saving = None
         try:
             path = future.result()
-        except (OSError, RuntimeError) as err:
-            self._note_failure(step, err)
+        except (OSError, RuntimeError, SafetensorError) as err:  # a full disk: ends the run only if this is the last checkpoint
+            metrics.CHECKPOINTS_FAILED.inc()
+            log.error("checkpoint_failed", extra={"fields": {"step": step, "error": str(err)}})
             return
         removed = self._ledger.commit_checkpoint(step, str(path))
         self._saved = Saved(step, str(path))
@@ -416,7 +401,7 @@ class Loop:
             for asked in self._saves.take():
                 asked.set_result(self._saved)
         else:
-            self._save(step, self._snapshot(step))
+            self._save(step, self._snapshot())
 
     # ---------------------------------------------------------------------------------------------------- the end
 
@@ -453,7 +438,7 @@ class Loop:
         try:
             self._settle(self._stop.left_s)
             if self._saving is None and self._saved_step < step:
-                self._save(step, self._snapshot(step))
+                self._save(step, self._snapshot())
                 self._settle(self._stop.left_s)
         except (Stopping, UnavailableError, DeadlineError):
             return  # the scheduler stops as well: the next incarnation tells it
@@ -476,5 +461,5 @@ def _answer(asked: Sequence[Future[Saved]], step: int, done: Future[Path]) -> No
             one.set_result(Saved(step, str(done.result())))
         except CancelledError:
             one.set_exception(UnavailableError("the trainer is stopping; ask again when it is back"))
-        except (OSError, RuntimeError, StrettoError) as err:
+        except (OSError, RuntimeError, SafetensorError, StrettoError) as err:
             one.set_exception(StrettoError(f"the checkpoint of step {step} could not be written: {err}"))

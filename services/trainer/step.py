@@ -158,9 +158,14 @@ class Learner:
                 tensor.copy_(given[name])
         self._published = None
 
-    def save_pretrained(self, folder: Path) -> None:
-        """Write weights in model.dtype, configuration and tokenizer: a folder that transformers (and this trainer) loads."""
-        self._model.save_pretrained(folder, state_dict={name: tensor.detach().to(self._dtype) for name, tensor in self._weights().items()})
+    def save_pretrained(self, folder: Path, state: Mapping[str, Any] | None = None) -> None:
+        """Write weights in model.dtype, configuration and tokenizer: a folder that transformers (and this trainer) loads.
+
+        The weights are those of `state`, by default the present ones. With a copy of `state()` another thread may call this
+        while the learner trains.
+        """
+        state = self.state() if state is None else state
+        self._model.save_pretrained(folder, state_dict={name: tensor.to(self._dtype) for name, tensor in state["weights"].items()})
         for pattern in TOKENIZER_FILES:
             for file in self._model_path.glob(pattern):
                 shutil.copy(file, folder)
