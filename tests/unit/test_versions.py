@@ -31,7 +31,7 @@ def reading(versions: Versions, name: str, *, is_shared: bool = True, now_s: flo
 
 
 def states(versions: Versions) -> dict[tuple[int, int], str]:
-    return {tuple(id): entry.state.name for id, entry in versions.entries.items()}
+    return {(id.epoch, id.version): entry.state.name for id, entry in versions.entries.items()}
 
 
 def test_a_version_is_seen_only_after_its_commit() -> None:
@@ -51,6 +51,16 @@ def test_two_ready_versions_are_kept_and_three_slots_are_enough() -> None:
         publish(v, 1, version)
     assert states(v) == {(1, 8): "READY", (1, 9): "READY"}
     assert len(v.slots) == 3
+
+
+def test_nothing_is_leased_to_a_reader_that_holds_the_newest_or_something_newer() -> None:
+    v = Versions("n", LEASE_S)
+    publish(v, 1, 5)
+    reading(v, "r")
+    for held in (VersionId(1, 5), VersionId(1, 6), VersionId(2, 0)):
+        assert v.acquire("r", f"op{held}", held, 0.0) is None
+        assert v.readers["r"].held == held
+    assert v.acquire("r", "op", VersionId(1, 4), 0.0) is not None
 
 
 def test_an_older_trainer_epoch_can_neither_prepare_nor_commit() -> None:
