@@ -17,6 +17,8 @@ import typer
 from stretto.errors import FencedError, InvalidArgumentError, NotFoundError, StrettoError, UnavailableError
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from stretto.client import Client, Status
 
 app = typer.Typer(
@@ -62,6 +64,13 @@ def _client(address: str, run: Path | None) -> Client:
     return Client(address) if address else Client.local()
 
 
+def _console() -> Console:
+    """Where it is no terminal, lines are for files and pipes and may be wide."""
+    from rich.console import Console
+
+    return Console(width=None if sys.stdout.isatty() else 140)
+
+
 def _say(text: str = "") -> None:
     typer.echo(text)
 
@@ -77,11 +86,9 @@ def run_command(
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget what earlier runs left in the run folder.")] = False,
 ) -> None:
     """Run RECIPE on this machine; the same command resumes an interrupted run."""
-    from rich.console import Console
-
     from stretto import launch
 
-    console = Console()
+    console = _console()
     sys.exit(launch.run(recipe, overrides or [], os.environ, is_headless=headless, is_fresh=fresh, console=console))
 
 
@@ -149,14 +156,12 @@ def watch(address: Address = "", run: RunFolder = None, headless: Annotated[bool
     """Show the run live until it is done; Ctrl-C leaves it running."""
     import time
 
-    from rich.console import Console
-
     from stretto.monitor import Monitor
     from stretto.screen import Headless, Live
 
     with _client(address, run) as client:
         title, target = client.status().run, client.address
-    console, start_s = Console(), time.monotonic()
+    console, start_s = _console(), time.monotonic()
     monitor = Monitor(target)
     try:
         with Live(console, title) if console.is_terminal and not headless else Headless(console, 0.0) as screen:
@@ -289,7 +294,7 @@ def make_data(
     """Generate a task's train.jsonl and validation.jsonl in the folder OUT."""
     from stretto import prepare
 
-    prepare.write_data(task, out, seed, train or prepare.NUM_TRAIN, validation or prepare.NUM_VALIDATION)
+    prepare.write_data(task, out, seed, train, validation)
     _say(f"{out / 'train.jsonl'}, {out / 'validation.jsonl'}")
 
 

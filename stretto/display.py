@@ -159,7 +159,7 @@ def _processes(view: View, status: Status) -> RenderableType:
     if not view.rows:
         if status.trainer is not None:
             table.add_row("trainer", _state("running"), *_trainer_work(status), "-")
-        for r in status.replicas:
+        for r in (r for r in status.replicas if r.state != "dead"):
             table.add_row(r.replica_id, _state(r.state), *_replica_work(r), "-")
     return table
 

@@ -57,7 +57,7 @@ def run(config: Path, overrides: Sequence[str], environ: Mapping[str, str], *, i
     interrupts = Interrupts()
     folder = loaded.run.folder
     for problem in _checked(loaded, environ):
-        console.print(f"[yellow]warning[/] {problem}", highlight=False)
+        console.print(f"[yellow]warning[/] {problem}", highlight=False, soft_wrap=True)
     lock = runs.Lock(folder)
     try:
         if is_fresh:

@@ -80,24 +80,25 @@ class Monitor:
         while not self._closed.is_set():
             try:
                 for event in self._client.events(after):
+                    self._told_end.clear()  # a run that was done and got more steps goes on
                     after = event.event_id
                     with self._lock:
                         self._history.happened(event)
                     self._events.append(event)
                 self._told_end.set()
-                return  # done
             except (StrettoError, ValueError):  # ValueError: the channel was closed
                 pass
             self._closed.wait(AWAY_S)
 
     def _follow_status(self) -> None:
-        moved_s, step = time.monotonic(), -1
+        moved_s, place = time.monotonic(), ("", -1, 0)
         while not self._closed.is_set():
             try:
                 status = self._client.status()
                 now_s = time.monotonic()
-                if status.committed_step != step or status.is_done:
-                    moved_s, step = now_s, status.committed_step
+                now_at = (status.phase, status.committed_step, len(status.replicas))
+                if now_at != place or status.is_done:
+                    moved_s, place = now_s, now_at
                 reasons = self._client.why().reasons if now_s - moved_s > STALLED_S else ()
                 with self._lock:
                     self._history.saw(status, now_s)

@@ -18,8 +18,6 @@ from stretto.errors import NotFoundError, RefusedError, StrettoError
 from stretto.recipe import TASKS, Recipe
 
 STAMP = "made.json"
-NUM_TRAIN, NUM_VALIDATION = 4096, 512
-"""Rows of generated data."""
 Execute = Callable[[tuple[str, ...], Path], int]
 """Runs a command to its end with its output in the log at that path; the exit code."""
 
@@ -56,12 +54,15 @@ def model_command(task: str, folder: Path, seed: int) -> tuple[str, ...]:
     return (sys.executable, "-m", "services.trainer.make_model", task, "--out", str(folder), "--seed", str(seed))
 
 
-def write_data(task: str, folder: Path, seed: int, num_train: int = NUM_TRAIN, num_validation: int = NUM_VALIDATION) -> None:
-    """Write a task's train.jsonl and validation.jsonl into `folder`. Raises NotFoundError for an unknown task."""
+def write_data(task: str, folder: Path, seed: int, num_train: int | None = None, num_validation: int | None = None) -> None:
+    """Write a task's train.jsonl and validation.jsonl into `folder`; None: as many rows as the task thinks right.
+
+    Raises NotFoundError for an unknown task.
+    """
     if task not in TASKS:
         raise NotFoundError(f"there is no task {task!r}; there is: {', '.join(TASKS)}")
     module = importlib.import_module(f"stretto.tasks.{task.replace('-', '_')}")
-    module.write(folder, seed, num_train, num_validation)
+    module.write(folder, seed, num_train or module.NUM_TRAIN, num_validation or module.NUM_VALIDATION)
 
 
 def make(task: Task, run_folder: Path, execute: Execute) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from types import TracebackType
@@ -64,7 +65,8 @@ class Headless:
     def __init__(self, console: Console, since_unix_s: float) -> None:
         """Events from before `since_unix_s` (an earlier run in the folder) are not printed again."""
         self._console, self._since_unix_s = console, since_unix_s
-        self._reasons: tuple[str, ...] = ()
+        self._told: set[str] = set()
+        """Reasons of the present wait that were printed, without their numbers."""
 
     def show(self, monitor: Monitor, rows: Sequence[Row], notices: Sequence[str], elapsed_s: float) -> None:
         heard = monitor.heard
@@ -72,9 +74,12 @@ class Headless:
         for event in monitor.take_events():
             if event.unix_s >= self._since_unix_s and (event.kind == "step" or event.kind in NOTABLE):
                 self._print(line(event, total), event.unix_s)
-        if heard.reasons != self._reasons:
-            self._reasons = heard.reasons
-            for reason in self._reasons[:2]:
+        if not heard.reasons:
+            self._told.clear()
+        for reason in heard.reasons[:2]:
+            shape = re.sub(r"\d+", "#", reason)
+            if shape not in self._told:
+                self._told.add(shape)
                 self._print(f"waiting: {reason}", time.time())
 
     def notice(self, text: str) -> None:
