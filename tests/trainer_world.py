@@ -107,6 +107,8 @@ class FakeScheduler(pb_grpc.SchedulerServiceServicer):
         self.phase = pb.RUN_PHASE_RUNNING
         self.events: list[pb.WatchEventsResponse] = []
         self.last_evaluation: pb.Evaluation | None = None
+        self.num_watchers = 0
+        """Calls of WatchEvents so far."""
         self.on_call: Callable[[str, int, str], None] = lambda method, step, when: None
         """Called "before" and "after" a method took effect; may kill the caller."""
         self.make_group: Callable[[int, int], types_pb2.Group] = bare_group
@@ -208,6 +210,7 @@ class FakeScheduler(pb_grpc.SchedulerServiceServicer):
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.WatchEventsResponse]:  # noqa: N802
         n = int(request.after_id.split("-")[0])
+        self.num_watchers += 1
         while True:
             while n < len(self.events):
                 yield self.events[n]

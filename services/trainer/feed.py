@@ -47,9 +47,12 @@ class Feed:
     """A thread that watches until `stop`."""
 
     def __init__(
-        self, scheduler: pb_grpc.SchedulerServiceStub, after_id: str, on_evaluation: Callable[[pb.Evaluation, str, float], None]
+        self, scheduler: pb_grpc.SchedulerServiceStub, after_id: str, on_evaluation: Callable[[pb.Evaluation, str, float], bool]
     ) -> None:
-        """`after_id` as in WatchEventsRequest. `on_evaluation` runs on the feed's thread and must not raise."""
+        """`after_id` as in WatchEventsRequest.
+
+        `on_evaluation` says whether the evaluation counts; it runs on the feed's thread and must not raise.
+        """
         self._scheduler, self._last_id, self._on_evaluation = scheduler, after_id, on_evaluation
         self._seen: set[str] = set()
         self._changed = threading.Condition()
@@ -59,7 +62,7 @@ class Feed:
         self._thread.start()
 
     def wait_seen(self, evaluation_id: str, timeout_s: float) -> bool:
-        """Whether the evaluation came by, waiting for it up to `timeout_s`."""
+        """Whether the evaluation came by and counted, waiting for it up to `timeout_s`. A step that is done again reuses its id."""
         with self._changed:
             return self._changed.wait_for(lambda: evaluation_id in self._seen, timeout_s)
 
@@ -95,10 +98,9 @@ class Feed:
 
     def _take(self, event: pb.WatchEventsResponse) -> None:
         is_result = event.HasField("evaluation") and bool(event.evaluation.outcome)
-        if is_result:
-            self._on_evaluation(event.evaluation, event.event_id, event.unix_s)
+        counts = is_result and self._on_evaluation(event.evaluation, event.event_id, event.unix_s)
         self._last_id = event.event_id
-        if is_result:
+        if counts:
             with self._changed:
                 self._seen.add(event.evaluation.evaluation_id)
                 self._changed.notify_all()

@@ -305,15 +305,17 @@ class Loop:
             self._lines.popleft().result()
         self._lines.append(self._writer.submit(self._files.train, step, time.time(), scalars))
 
-    def _keeper(self, opened_event_id: str, resume_step: int) -> Callable[[pb.Evaluation, str, float], None]:
-        """What the feed calls with each evaluation that ended."""
+    def _keeper(self, opened_event_id: str, resume_step: int) -> Callable[[pb.Evaluation, str, float], bool]:
+        """What the feed calls with each evaluation that ended: gives it its line if it belongs to this history."""
         files = self._files
         assert files
 
-        def keep(evaluation: pb.Evaluation, event_id: str, unix_s: float) -> None:
+        def keep(evaluation: pb.Evaluation, event_id: str, unix_s: float) -> bool:
             current = self._status.step + 1  # its answer may be overtaken by an evaluation that its commit began
-            if is_ours(evaluation.step, event_id, opened_event_id=opened_event_id, resume_step=resume_step, current_step=current):
+            counts = is_ours(evaluation.step, event_id, opened_event_id=opened_event_id, resume_step=resume_step, current_step=current)
+            if counts:
                 self._lines.append(self._writer.submit(files.validation, evaluation, event_id, unix_s))
+            return counts
 
         return keep
 

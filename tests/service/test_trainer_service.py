@@ -134,8 +134,8 @@ def test_evaluations_of_lost_steps_leave_the_metrics_with_them(tmp_path: Path) -
         w.scheduler.available = 4
         first = w.start(checkpoint_every_steps=1, keep_checkpoints=4)
         until(lambda: w.scheduler.checkpointed == 2, "checkpoint 2")
-        w.scheduler.evaluate("e1", 1)
-        w.scheduler.evaluate("e2-lost", 2)
+        w.scheduler.evaluate("s1", 1)
+        w.scheduler.evaluate("s2", 2)
         until(lambda: len(w.lines("validation")) == 2, "two lines")
         w.kill()
         ended(first)
@@ -144,10 +144,12 @@ def test_evaluations_of_lost_steps_leave_the_metrics_with_them(tmp_path: Path) -
         w.scheduler.available = 8
         last = w.start(checkpoint_every_steps=1, keep_checkpoints=4)
         until(lambda: w.scheduler.phase == pb.RUN_PHASE_FINISHING, "last checkpoint committed")
-        w.scheduler.evaluate("e2", 2)
+        until(lambda: w.scheduler.num_watchers > 1, "the second trainer watches")
+        w.scheduler.evaluate("s2", 2)  # the same id: its step was done again
         w.scheduler.phase = pb.RUN_PHASE_DONE
         assert ended(last) == 0
-        assert [line["evaluation_id"] for line in w.lines("validation")] == ["e1", "e2"]
+        found = [(line["evaluation_id"], line["event_id"]) for line in w.lines("validation")]
+        assert found == [("s1", "2-0"), ("s2", w.scheduler.events[-1].event_id)]
 
 
 def test_sigterm_saves_what_was_committed_and_exits_with_0(tmp_path: Path) -> None:
