@@ -7,9 +7,9 @@
     OpenTrainer ---'                      '--> recovery.reopen --> open_trainer.lua
                               |
                            Changes --> pump: settle until nothing moves        --> long polls look again
-                                        1 evict what failed or is filtered
-                                        2 end and start evaluations
-                                        3 admit (I4: the only place that lets prompts in)
+                                        1 admit (I4: the only place that lets prompts in)
+                                        2 evict what failed or is filtered: each is refilled by 1
+                                        3 end and start evaluations
                                         4 tell a new phase
     ticker (every TICK_S): expire leases (I9), see replicas leave, check that no newer scheduler took over
 
@@ -148,7 +148,7 @@ class Controller:
                 group.create_task(self._pump())
                 group.create_task(self._tick())
         except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from failed
+            raise failed.exceptions[0] from None  # the group holds it: a cause that holds its effect is a loop
 
     async def _pump(self) -> None:
         while True:
@@ -217,12 +217,16 @@ class Controller:
     async def _settle_once(self, view: View) -> bool:
         """The first thing that follows from the snapshot; False when nothing does."""
         return (
-            await self._evict_ended(view)
+            (self._is_trainer_heard(view) and (await self._admit(view) or await self._evict_ended(view)))
             or await self.evaluations.end(view)
             or await self.evaluations.start(view)
-            or await self._admit(view)
             or await self._tell_phase(view)
         )
+
+    def _is_trainer_heard(self, view: View) -> bool:
+        """Nothing enters or leaves before: a trainer may re-open groups, and those come first."""
+        self._tell_overfull(view)
+        return view.run.trainer_epoch > 0 and self._trainer_heard_s is not None
 
     async def _evict_ended(self, view: View) -> bool:
         """Failed groups and filtered ones leave; each frees one place for `_admit`."""
@@ -242,11 +246,8 @@ class Controller:
         return True
 
     async def _admit(self, view: View) -> bool:
-        """I4. Closed until a trainer is heard: it may re-open groups, and those come first."""
+        """I4: as many as the window has room for, whatever has happened before."""
         run = view.run
-        self._tell_overfull(view)
-        if not run.trainer_epoch or self._trainer_heard_s is None:
-            return False
         window = admission.effective_window(run.window, run.total_steps, run.committed, self._rules.batch_groups)
         room = min(PUSH_MAX, admission.admit(window, view.occupied))
         if room == 0:

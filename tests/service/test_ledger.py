@@ -121,7 +121,9 @@ async def test_i1_the_first_end_of_a_trajectory_counts(ledger: Ledger) -> None:
     again = await ledger.report(REPLICA, 1, {("d0", 1): [end(0, reward=0.5), end(1)]}, attempts_max=2)
     late = await ledger.report(REPLICA, 1, {("d0", 1): [end(1, reward=9)]}, attempts_max=2)
     assert (first.accepted, again.accepted, late.accepted) == (1, 1, 0)
-    assert not (first.lost or again.lost or late.lost)
+    assert not (first.lost)
+    assert not (again.lost)
+    assert not (late.lost)
     (group,) = await ledger.groups([(await ledger.view()).entries["d0"]])
     assert [t.reward for t in group.trajectories] == [1.0, 0.0]
     await check(ledger)
