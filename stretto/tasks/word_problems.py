@@ -35,14 +35,14 @@ Split = Literal["train", "validation"]
 
 TEMPLATES = (
     ("{name} has {a} {things} and {verb} {b}{more}. How many {things} now?", ("buys", "sells")),
-    ("{name} had {a} {things}, then {verb} {b}{more}. How many {things} are there?", ("found", "lost")),
-    ("There are {a} {things}. {name} {verb} {b}{more}. How many {things} in all?", ("adds", "takes")),
-    ("{name} starts with {a} {things} and {verb} {b}{more}. How many {things} at the end?", ("gets", "gives")),
+    ("{name} had {a} {things} and {verb} {b}{more}. How many are there?", ("found", "lost")),
+    ("There are {a} {things}. {name} {verb} {b}{more}. How many now?", ("adds", "takes")),
+    ("With {a} {things}, {name} {verb} {b}{more}. How many {things} now?", ("gets", "gives")),
 )
 """Each with its verb for + and for -."""
 NAMES = ("Tom", "Ann", "Sam", "Mia", "Ben", "Eva", "Leo", "Zoe")
 THINGS = ("apples", "books", "coins", "pens", "cards", "shells")
-_WORDINGS = len(TEMPLATES) * len(NAMES) * len(THINGS)
+NUM_WORDINGS = len(TEMPLATES) * len(NAMES) * len(THINGS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +86,10 @@ def sums(split: Split) -> tuple[Sum, ...]:
 def questions(seed: int, split: Split, num: int) -> Iterator[tuple[Sum, str]]:
     """`num` different questions. Raises InvalidArgumentError when the split has fewer."""
     pool = sums(split)
-    if num > len(pool) * _WORDINGS:
-        raise InvalidArgumentError(f"there are {len(pool) * _WORDINGS} {split} questions, not {num}")
-    for pick in random.Random(f"{NAME}/{seed}/{split}").sample(range(len(pool) * _WORDINGS), num):
-        at, wording = divmod(pick, _WORDINGS)
+    if num > len(pool) * NUM_WORDINGS:
+        raise InvalidArgumentError(f"there are {len(pool) * NUM_WORDINGS} {split} questions, not {num}")
+    for pick in random.Random(f"{NAME}/{seed}/{split}").sample(range(len(pool) * NUM_WORDINGS), num):
+        at, wording = divmod(pick, NUM_WORDINGS)
         yield pool[at], pool[at].question(wording)
 
 
