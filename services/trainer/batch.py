@@ -74,38 +74,39 @@ class GroupArrays:
 
 def read_group(group: Group) -> GroupArrays:
     """Decode. Raises CorruptError, naming the answer, when its parts do not fit together or it is not a finished one."""
-    parts = [_read_answer(t) for t in group.trajectories]
-    uid = group.prompt.uid
+    uid, answers = group.prompt.uid, group.trajectories
     prompt_P = np.frombuffer(group.prompt.token_ids, "<i4").astype(np.int64)
-    if not parts or not prompt_P.size:
-        raise CorruptError(f"group {uid}: {len(parts)} answers, {prompt_P.size} prompt tokens; it needs some of both")
+    if not answers or not prompt_P.size:
+        raise CorruptError(f"group {uid}: {len(answers)} answers, {prompt_P.size} prompt tokens; it needs some of both")
+    for t in answers:
+        _check(t)
+    spans = [(span.version, span.num_tokens) for t in answers for span in t.spans]
+    versions, counts = np.array(spans, np.int64).reshape(-1, 2).T
+    behaviour_T = np.frombuffer(b"".join(t.logprobs for t in answers), "<f4")
+    if not np.isfinite(behaviour_T).all():
+        raise CorruptError(f"group {uid}: a log-prob of a sampled token is not finite")
     return GroupArrays(
         uid=uid,
         prompt_P=prompt_P,
-        tokens_T=np.concatenate([tokens for tokens, _, _ in parts]).astype(np.int64),
-        behaviour_T=np.concatenate([logprobs for _, logprobs, _ in parts]),
-        versions_T=np.concatenate([versions for _, _, versions in parts]),
-        lengths_N=np.array([tokens.size for tokens, _, _ in parts], np.int64),
-        rewards_N=np.array([t.reward for t in group.trajectories], np.float64),
-        accuracy_N=np.array([t.reward_extras.get("acc", math.nan) for t in group.trajectories], np.float64),
-        is_cut_N=np.array([t.finish_reason == FINISH_REASON_LENGTH for t in group.trajectories], np.bool_),
+        tokens_T=np.frombuffer(b"".join(t.token_ids for t in answers), "<i4").astype(np.int64),
+        behaviour_T=behaviour_T,
+        versions_T=np.repeat(versions, counts),
+        lengths_N=np.array([len(t.token_ids) // 4 for t in answers], np.int64),
+        rewards_N=np.array([t.reward for t in answers], np.float64),
+        accuracy_N=np.array([t.reward_extras.get("acc", math.nan) for t in answers], np.float64),
+        is_cut_N=np.array([t.finish_reason == FINISH_REASON_LENGTH for t in answers], np.bool_),
         version_begin=group.version_begin,
         temperature=group.prompt.sampling.temperature or 1.0,
     )
 
 
-def _read_answer(t: Trajectory) -> tuple[NDArray[np.int32], NDArray[np.float32], Ints]:
-    tokens = np.frombuffer(t.token_ids, "<i4")
-    logprobs = np.frombuffer(t.logprobs, "<f4")
-    counts = [span.num_tokens for span in t.spans]
-    if not tokens.size == logprobs.size == sum(counts):
-        sizes = f"{tokens.size} tokens, {logprobs.size} log-probs, spans of {sum(counts)} tokens"
-        raise CorruptError(f"answer {t.prompt_uid}/{t.index}: {sizes}; the three must agree")
+def _check(t: Trajectory) -> None:
+    num_spanned = sum(span.num_tokens for span in t.spans)
+    if not len(t.token_ids) == len(t.logprobs) == 4 * num_spanned:
+        sizes = f"{len(t.token_ids)} bytes of tokens, {len(t.logprobs)} of log-probs, spans of {num_spanned} tokens"
+        raise CorruptError(f"answer {t.prompt_uid}/{t.index}: {sizes}; the three must agree at 4 bytes a token")
     if t.finish_reason not in (FINISH_REASON_STOP, FINISH_REASON_LENGTH):
         raise CorruptError(f"answer {t.prompt_uid}/{t.index} is {FinishReason.Name(t.finish_reason)}; only finished ones can be trained")
-    if not np.isfinite(logprobs).all():
-        raise CorruptError(f"answer {t.prompt_uid}/{t.index}: a log-prob of a sampled token is not finite")
-    return tokens, logprobs, np.repeat(np.array([span.version for span in t.spans], np.int64), counts)
 
 
 # ------------------------------------------------------------------------------------------------------------ the batch

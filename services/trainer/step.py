@@ -12,6 +12,7 @@ There is no randomness in here: weights, optimizer state, groups and step number
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from collections.abc import Mapping, Sequence
@@ -166,6 +167,8 @@ class Learner:
         """
         state = self.state() if state is None else state
         self._model.save_pretrained(folder, state_dict={name: tensor.to(self._dtype) for name, tensor in state["weights"].items()})
+        config = folder / "config.json"  # transformers notes the masters' precision, not that of the tensors it was given
+        config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": str(self._dtype).removeprefix("torch.")}, indent=2) + "\n")
         for pattern in TOKENIZER_FILES:
             for file in self._model_path.glob(pattern):
                 shutil.copy(file, folder)
