@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import os
 import platform
 import secrets
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from stretto import recipe as recipes
-from stretto.errors import FencedError, InvalidArgumentError, RecipeError
+from stretto.errors import FencedError, InvalidArgumentError, RecipeError, StrettoError
 from stretto.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -62,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (RecipeError, InvalidArgumentError) as err:
         sys.stderr.write(f"{err.message}\n")
         return 2
+    except StrettoError as err:
+        log.error("crashed", extra={"fields": {"error": err.message}})
+        return 1
     return 0
 
 
@@ -116,6 +120,8 @@ async def _serve_with(recipe: Recipe, replica_id: str, pool: RewardPool) -> None
     metrics_port = telemetry.serve_metrics(recipe.rollout.metrics_listen)
     worker.address = f"{recipe.rollout.advertise or server.host}:{server.port}"
     _log_start(worker, device, driver.vitals.slots, metrics_port)
+    gc.collect()
+    gc.freeze()  # torch and transformers are for ever: neither a collection in between nor the one at the exit visits them
     try:
         await worker.run()
     finally:

@@ -11,13 +11,18 @@ from typing import Any
 import grpc
 
 from stretto import rpc
-from stretto.errors import DeadlineError, StrettoError, UnavailableError
+from stretto.errors import DeadlineError, FullError, StrettoError, UnavailableError
 from stretto.v1.scheduler_pb2_grpc import SchedulerServiceStub
 
 log = logging.getLogger("stretto.rollout")
 
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.05, 1.0
 """Delays between repeats while the scheduler is away: doubling, with jitter in [0.5, 1]."""
+
+
+def is_passing(err: StrettoError) -> bool:
+    """Whether the same call may succeed later: the peer is away, full, or failed on its own side (INTERNAL)."""
+    return isinstance(err, UnavailableError | DeadlineError | FullError) or type(err) is StrettoError
 
 
 class SchedulerLink:
@@ -49,16 +54,18 @@ class SchedulerLink:
         return answer
 
     async def call_until_answered(self, method: str, make_request: Callable[[], Any], timeout_s: float) -> Any:
-        """Repeat for as long as the scheduler is away, each time with a fresh `make_request()`; raises what it answers."""
+        """Repeat while the scheduler is away or in trouble, each time with a fresh `make_request()`; raises what it refuses."""
         delay_s = BACKOFF_FIRST_S
         while True:
             try:
                 return await self.call(method, make_request(), timeout_s)
-            except (UnavailableError, DeadlineError):
+            except StrettoError as err:
+                if not is_passing(err):
+                    raise
                 await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
                 delay_s = min(delay_s * 2, BACKOFF_MAX_S)
 
     def _note_away(self, failure: StrettoError) -> None:
-        if isinstance(failure, UnavailableError) and not self._is_away:
+        if is_passing(failure) and not self._is_away:
             self._is_away = True
             log.warning("scheduler_away", extra={"fields": {"target": self._target, "error": failure.message}})

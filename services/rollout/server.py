@@ -14,7 +14,7 @@ from services.rollout.driver import Driver
 from services.rollout.engine import Completion, Request
 from services.rollout.groups import FINISH_REASONS
 from services.rollout.worker import Worker
-from stretto.errors import InvalidArgumentError, RefusedError, UnavailableError
+from stretto.errors import InvalidArgumentError, RefusedError, StrettoError, UnavailableError
 from stretto.recipe import Recipe
 from stretto.v1 import rollout_pb2 as pb
 from stretto.v1 import rollout_pb2_grpc, scheduler_pb2, types_pb2
@@ -74,7 +74,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         cut = Cut(self._tokenizer)
         async for part, is_last in self._driver.stream(self._request(prompt, request)):
             if is_last and part.finish in ("failed", "aborted"):
-                raise UnavailableError(part.error or "the replica is going away")
+                raise self._failure(part)
             yield cut.news(part, is_last)
 
     async def GetStatus(  # noqa: N802 - the proto's name
@@ -96,6 +96,12 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
             wait_reason=worker.wait_reason,
             reward_workers=self._num_reward_workers,
         )
+
+    def _failure(self, ended: Completion) -> StrettoError:
+        """Refused by an engine that lives on, or lost with it."""
+        if ended.finish == "failed" and self._driver.vitals.is_alive:
+            return RefusedError(ended.error)
+        return UnavailableError(ended.error or "the replica is going away")
 
     def _prompt(self, request: pb.GenerateRequest) -> list[int]:
         given = [name for name in ("text", "messages_json", "token_ids") if getattr(request, name)]

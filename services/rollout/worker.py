@@ -17,7 +17,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -436,8 +436,8 @@ class Worker:
             answer = await self._session_call("ReportTrajectories", lambda r=reports: self._report(r), RPC_TIMEOUT_S)
             if answer is None:
                 continue
-            for report in reports:
-                metrics.TRAJECTORIES.labels(_FINISHES[report.trajectory.finish_reason]).inc()
+            for finish, count in Counter(r.trajectory.finish_reason for r in reports).items():
+                metrics.TRAJECTORIES.labels(_FINISHES[finish]).inc(count)
             self._abort(self.book.acknowledge(reports, answer.lost_uids))
 
     def _report(self, reports: list[pb.TrajectoryReport]) -> pb.ReportTrajectoriesRequest:

@@ -120,6 +120,12 @@ async def test_generate_goes_before_queued_training_work() -> None:
         await until(lambda: all(w.scheduler.finished(f"d{k}") for k in range(5)))
 
 
+async def test_a_request_that_can_never_run_is_refused_with_the_engines_reason() -> None:
+    async with replica() as w, served(w) as stub:
+        with pytest.raises(RefusedError, match="at most 4096 fit"):
+            await _generate(stub, text="a", sampling=SamplingParams(max_new_tokens=5000))
+
+
 async def test_a_caller_who_leaves_frees_the_slot() -> None:
     async with replica() as w, served(w) as stub:
         w.engine.hold(1)
