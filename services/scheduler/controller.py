@@ -632,9 +632,11 @@ class Controller:
         until_s = time.monotonic() + min(wait_s, self._rules.wait_max_s)
         while True:
             seen = self.changes.count
+            # Plans before the result: one that ends between the two reads must not look as if it had never been.
+            is_planned = any(plan["id"] == evaluation_id for plan in await self.ledger.evaluations())
             if (blob := await self.ledger.result(evaluation_id)) is not None:
                 return spb.Evaluation.FromString(blob)
-            if all(plan["id"] != evaluation_id for plan in await self.ledger.evaluations()):
+            if not is_planned:
                 raise NotFoundError(f"there is no evaluation {evaluation_id!r}")
             if not await self.changes.after(seen, until_s - time.monotonic()):
                 return None
