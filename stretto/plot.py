@@ -91,6 +91,7 @@ def _save(curves: Curves, title: str, target: Path) -> None:
         _label(ax, accuracy.steps[0], accuracy.values[0], "left")
         _label(ax, accuracy.steps[-1], accuracy.values[-1], "right")
     _dress(ax, title, [*reward.values, *accuracy.values])
+    figure.legend(loc="outside lower center", ncols=2, frameon=False, labelcolor=INK)  # pyright: ignore[reportUnknownMemberType]
     figure.savefig(target)  # pyright: ignore[reportUnknownMemberType]
     plt.close(figure)
 
@@ -111,7 +112,7 @@ def _label(ax: Any, step: int, value: float, side: str) -> None:
 def _dress(ax: Any, title: str, values: list[float]) -> None:
     low, high = min([0.0, *values]), max(values)
     if low >= 0 and high <= 1:  # rewards and accuracies of 0..1 are comparable between runs only on the same axis
-        ax.set_ylim(0, 1.08)
+        ax.set_ylim(-0.02, 1.08)
     ax.set_xlim(left=-0.01 * ax.get_xlim()[1])
     ax.margins(x=0.03)
     ax.set_title(title, loc="left", color=INK, fontsize=12, fontweight="bold")
@@ -122,4 +123,3 @@ def _dress(ax: Any, title: str, values: list[float]) -> None:
         ax.spines[side].set_visible(False)
     ax.spines["bottom"].set_color(GRID)
     ax.tick_params(colors=INK, length=0)
-    ax.legend(loc="lower right", frameon=False)

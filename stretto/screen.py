@@ -70,7 +70,9 @@ class Headless:
 
     def show(self, monitor: Monitor, rows: Sequence[Row], notices: Sequence[str], elapsed_s: float) -> None:
         heard = monitor.heard
-        total = heard.status.total_steps if heard.status is not None else 0
+        if heard.status is None:  # a line says "step 3/60"; events wait for the 60
+            return
+        total = heard.status.total_steps
         for event in monitor.take_events():
             if event.unix_s >= self._since_unix_s and (event.kind == "step" or event.kind in NOTABLE):
                 self._print(line(event, total), event.unix_s)
