@@ -42,6 +42,8 @@ Layout = Literal["shared_prompt", "padded"]
 Row = tuple[int, ...]
 """Answers (indices on the axis R) that follow one prompt in one row."""
 
+PASS_TOKENS = 256
+"""What one more forward and backward pass costs in padding that could be had instead; measured on a model small enough to feel it."""
 PAD_SEGMENT = -1
 """Segment of the padding behind a row; 0 is the prompt, 1, 2, … its answers."""
 
@@ -236,15 +238,26 @@ def _rows_of_group(batch: Batch, members: list[int], num_rows: int, max_tokens: 
 
 
 def _pack(rows: list[Row], widths: list[int], max_tokens: int) -> list[list[Row]]:
-    """Widest first, so that the first row of a micro-batch is its width; ties keep their order."""
+    """Cut the rows, widest first, into micro-batches so that places (padding included) + PASS_TOKENS for each pass are fewest.
+
+    cost[j] = min over i < j of cost[i] + (j - i) width[i] + PASS_TOKENS: the last micro-batch is rows i to j - 1, as wide as row i.
+    """
+    order = sorted(range(len(rows)), key=lambda i: -widths[i])
+    width = np.array([widths[i] for i in order], np.int64)
+    cost, begin = np.zeros(len(rows) + 1, np.int64), np.zeros(len(rows) + 1, np.int64)
+    for j in range(1, len(rows) + 1):
+        places = np.arange(j, 0, -1) * width[:j]
+        is_allowed = places <= max_tokens
+        is_allowed[-1] = True  # a row that is too wide goes alone
+        total = np.where(is_allowed, cost[:j] + places, np.iinfo(np.int64).max)
+        begin[j] = np.argmin(total)
+        cost[j] = total[begin[j]] + PASS_TOKENS
     packed: list[list[Row]] = []
-    widest = 0
-    for i in sorted(range(len(rows)), key=lambda i: -widths[i]):
-        if not packed or (len(packed[-1]) + 1) * widest > max_tokens:
-            packed.append([])
-            widest = widths[i]
-        packed[-1].append(rows[i])
-    return packed
+    j = len(rows)
+    while j > 0:
+        packed.append([rows[i] for i in order[begin[j] : j]])
+        j = int(begin[j])
+    return packed[::-1]
 
 
 # ------------------------------------------------------------------------------------------------------------ assembling

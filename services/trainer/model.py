@@ -27,6 +27,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from services.trainer import batch as planning
+from services.trainer import norm
 from services.trainer.batch import Layout, MicroBatch
 from stretto.errors import InvalidArgumentError
 
@@ -46,6 +47,7 @@ def load(path: Path, device: str) -> PreTrainedModel:
         model: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as err:
         raise InvalidArgumentError(f"model.path = '{path}' is not a causal LM that transformers can load: {err}") from err
+    norm.install(model)
     return model.to(device).eval()
 
 
