@@ -52,6 +52,8 @@ POLL_S = 20.0
 """How long one long poll is held open, seconds (the scheduler allows 30)."""
 STREAM_S = 300.0
 """A watch is opened anew after this long: a stream without end has no deadline otherwise."""
+DRAIN_S = 2.0
+"""A watch that is opened on a run that is done brings what is left of the old events, then ends."""
 OUTAGE_S = 60.0
 """How long a watch waits for a scheduler that restarts."""
 REDIAL_S = 0.25
@@ -205,14 +207,15 @@ class _Watch:
         self.after, self.down_since_s = message.event_id, None
         return results.event(message)
 
-    def failed(self, err: StrettoError, now_s: float) -> None:
-        """Returns when the watch is to be opened again; raises `err` when not."""
-        if isinstance(err, DeadlineError):  # STREAM_S is over
+    def failed(self, err: StrettoError, now_s: float, hold_s: float) -> bool:
+        """Whether the watch has ended; raises `err` when it cannot go on. `hold_s`: the time it was opened for."""
+        if isinstance(err, DeadlineError):  # hold_s is over
             self.down_since_s = None
-            return
+            return hold_s == DRAIN_S
         self.down_since_s = now_s if self.down_since_s is None else self.down_since_s
         if not isinstance(err, UnavailableError) or now_s - self.down_since_s > OUTAGE_S:
             raise err
+        return False
 
 
 # ------------------------------------------------------------------------------------------------------------ blocking
@@ -289,8 +292,9 @@ class Client:
         """
         watch = _Watch(after)
         while True:
+            hold_s = self._hold_s()
             try:
-                for message in self._stub.WatchEvents(watch.request(), timeout=STREAM_S):
+                for message in self._stub.WatchEvents(watch.request(), timeout=hold_s):
                     event = watch.seen(message)
                     yield event
                     if event.kind == "phase" and self._is_done():
@@ -300,8 +304,18 @@ class Client:
                     return
                 if not isinstance(err, grpc.RpcError):
                     raise
-                watch.failed(_failure(err, self.address), time.monotonic())
+                if watch.failed(_failure(err, self.address), time.monotonic(), hold_s):
+                    return
             time.sleep(REDIAL_S)
+
+    def _hold_s(self) -> float:
+        """How long a watch that is opened now may last."""
+        if self._is_closed:
+            return DRAIN_S
+        try:
+            return DRAIN_S if self.status().is_done else STREAM_S
+        except (UnavailableError, DeadlineError):
+            return STREAM_S  # the watch itself meets the outage
 
     def _is_done(self) -> bool:
         """Asked when the phase changed: that event may be an old one, from before the run was given more steps."""
@@ -415,15 +429,24 @@ class AsyncClient:
         """As Client.events."""
         watch = _Watch(after)
         while True:
+            hold_s = await self._hold_s()
             try:
-                async for message in self._stub.WatchEvents(watch.request(), timeout=STREAM_S):
+                async for message in self._stub.WatchEvents(watch.request(), timeout=hold_s):
                     event = watch.seen(message)
                     yield event
                     if event.kind == "phase" and await self._is_done():
                         return
             except grpc.RpcError as err:
-                watch.failed(_failure(err, self.address), time.monotonic())
+                if watch.failed(_failure(err, self.address), time.monotonic(), hold_s):
+                    return
             await asyncio.sleep(REDIAL_S)
+
+    async def _hold_s(self) -> float:
+        """As Client._hold_s."""
+        try:
+            return DRAIN_S if (await self.status()).is_done else STREAM_S
+        except (UnavailableError, DeadlineError):
+            return STREAM_S
 
     async def _is_done(self) -> bool:
         """As Client._is_done."""

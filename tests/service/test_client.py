@@ -47,6 +47,8 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.watched_after: list[str] = []
         self.polls = 0
         self.left = threading.Event()
+        self.is_silent = False
+        """Nothing comes after the third event."""
 
     def GetStatus(self, request: Any, context: Any) -> scheduler_pb2.GetStatusResponse:  # noqa: N802
         return self.status
@@ -77,6 +79,9 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
             yield scheduler_pb2.WatchEventsResponse(event_id=str(i), kind="step", values={"step": i})
         if first == 0:
             context.abort(grpc.StatusCode.UNAVAILABLE, "restarting")
+        while self.is_silent:
+            if self.left.wait(0.05):
+                return
         self.status.phase = scheduler_pb2.RUN_PHASE_DONE
         yield scheduler_pb2.WatchEventsResponse(event_id="4", kind="phase", labels={"phase": "done"})
 
@@ -148,6 +153,13 @@ def test_a_watch_goes_on_after_a_restart_without_loss_or_repetition_and_ends_whe
     with Client(address) as client:
         ids = [event.event_id for event in client.events()]
     assert (ids, scheduler.watched_after) == (["1", "2", "3", "4"], ["", "2"])
+
+
+def test_a_watch_of_a_run_that_is_done_brings_the_old_events_and_ends(address: str, scheduler: Scheduler) -> None:
+    scheduler.status.phase = scheduler_pb2.RUN_PHASE_DONE
+    scheduler.is_silent = True
+    with Client(address) as client:
+        assert [event.event_id for event in client.events("2")] == ["3"]
 
 
 def test_leaving_a_watch_ends_it_at_the_server(address: str, scheduler: Scheduler) -> None:
