@@ -141,8 +141,8 @@ class _Launch:
                 outcome = self._watch(supervisor)
                 summary = self._summarise(outcome, supervisor)
         finally:
+            self._monitor.close()  # first: a scheduler that drains waits for its watchers
             self._stop(supervisor, outcome)
-            self._monitor.close()
         return self._report(outcome, summary)
 
     def _progress(self) -> Progress:
