@@ -282,7 +282,7 @@ class MicroBatch:
 
 def _ranges(starts: Ints, lengths: Ints) -> Ints:
     """start, start + 1, … of each range, one after the other."""
-    return np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(lengths.sum())
+    return np.repeat(starts - (np.cumsum(lengths) - lengths), lengths) + np.arange(int(lengths.sum()))
 
 
 def assemble(batch: Batch, rows: Sequence[Row]) -> MicroBatch:
