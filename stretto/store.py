@@ -137,6 +137,8 @@ class Store:
         """The answers of read-only commands, taken at one moment."""
 
         async def once() -> list[Any]:
+            if len(commands) == 1:
+                return [await self._client.execute_command(*commands[0])]
             async with self._client.pipeline(transaction=True) as pipe:
                 for command in commands:
                     pipe.execute_command(*command)

@@ -361,8 +361,7 @@ class Controller:
         self._check_replica(replica_id, epoch)
         began_s, until_s = time.monotonic(), time.monotonic() + min(wait_s, self._rules.wait_max_s)
         op = f"{replica_id}:{epoch}:{operation_id or uuid.uuid4().hex}"
-        if (answer := await self.ledger.recall(op)) is not None:
-            return await self._leases(grants_of(answer)), ""
+        is_repeat_possible = True
         self._num_polls += 1
         try:
             while True:
@@ -372,6 +371,10 @@ class Controller:
                 if grants:
                     metrics.LEASE_WAIT_S.observe(time.monotonic() - began_s)
                     return await self._leases(grants), ""
+                if is_repeat_possible:  # a grant repeats itself by its operation id; having nothing to grant does not
+                    if (answer := await self.ledger.recall(op)) is not None:
+                        return await self._leases(grants_of(answer)), ""
+                    is_repeat_possible = False
                 if not await self.changes.after(seen, until_s - time.monotonic()):
                     return [], reason
         finally:

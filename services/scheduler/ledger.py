@@ -148,6 +148,8 @@ class Ledger:
         self._store, self._prefix, self._clock = store, f"stretto:{{{run}}}:", clock
         self._scripts = load_scripts()
         self._view: View | None = None
+        self._is_current = False
+        self._num_in_flight = 0
         self.epoch = 0
         """I6: incarnation of this scheduler."""
         self.num_events = 0
@@ -165,7 +167,7 @@ class Ledger:
         """Become the run's scheduler: older incarnations are fenced."""
         keys = [self.key(f"op:{operation_id or uuid.uuid4().hex}"), self.key("epoch:scheduler")]
         self.epoch = int(await self._store.run(self._scripts["claim"], keys, [OP_TTL_S]))
-        self._view = None
+        self._is_current = False
         return self.epoch
 
     async def check_epoch(self) -> None:
@@ -194,9 +196,13 @@ class Ledger:
             json.dumps(args),
             *blobs,
         ]
-        before, self._view = self._view, None  # refused or cancelled halfway: the mirror is read anew
-        answer = json.loads(await self._store.run(self._scripts[name], [*common, *keys], argv))
-        self._view = _applied(before, answer)
+        self._is_current, self._num_in_flight = False, self._num_in_flight + 1  # refused or cancelled halfway: the mirror is read anew
+        try:
+            answer = json.loads(await self._store.run(self._scripts[name], [*common, *keys], argv))
+        finally:
+            self._num_in_flight -= 1
+        self._view = _applied(self._view, answer)
+        self._is_current = self._view is not None
         self.num_events += answer.get("events", 0)
         return answer["ans"]
 
@@ -206,8 +212,8 @@ class Ledger:
         return None if answer is None else json.loads(answer)["ans"]
 
     async def view(self) -> View:
-        """The snapshot to decide on."""
-        if self._view is None:
+        """The snapshot to decide on; who does not hold the turn may get one that is a transition old."""
+        if self._view is None or not (self._is_current or self._num_in_flight):
             meta, groups, occupancy = await self._store.run(
                 self._scripts["view"], [self.key("meta"), self.key("groups"), self.key("occupancy")], []
             )
@@ -218,8 +224,8 @@ class Ledger:
                 entries={uid: entry_of(uid, json.loads(text)) for uid, text in _pairs(groups).items()},
                 occupancy={k: int(v) for k, v in _pairs(occupancy).items()},
             )
-            if self._view is None or self._view.rev < read.rev:  # a transition may have ended while this was on its way
-                self._view = read
+            if self._view is None or self._view.rev <= read.rev:  # a transition may have ended while this was on its way
+                self._view, self._is_current = read, self._num_in_flight == 0
         return self._view
 
     # ---------------------------------------------------------------------------------------------------- admission
