@@ -1,13 +1,13 @@
 """`python -m services.trainer.make_model word-problems --out DIR [--seed N]`: a tiny policy to start a run from.
 
-A Qwen3 of 0.18 M parameters with its own tokenizer, warmed up by supervised learning on sloppy demonstrations: a fifth
-of the sums are wrong and more than half lack the #### line. The result knows the format and the arithmetic but seldom shows
+A Qwen3 of 0.18 M parameters with its own tokenizer, warmed up by supervised learning on sloppy demonstrations: more than
+half lack the #### line, and at the end a fifth of the sums are wrong. The result knows the format and the arithmetic but seldom shows
 both (sampled accuracy about 0.3, greedy 0), which is what reinforcement learning then repairs.
 
     hold    constant rate until greedy arithmetic on 128 held-out questions is >= 0.7 in two checks running
     decay   150 steps to rate 0: 0.7 becomes 0.9 and more
 
-The hold ends by rule, not by count: arithmetic appears suddenly, at step 300 to 600 depending on the seed.
+The hold ends by rule, not by count: arithmetic appears suddenly, at step 300 to 700 depending on the seed.
 """
 
 from __future__ import annotations
