@@ -174,7 +174,7 @@ class Ledger:
         """I6. Raises FencedError when a newer scheduler has claimed the run: looked for also while nothing else is written."""
         (newest,) = await self._store.read(("GET", self.key("epoch:scheduler")))
         if int(newest or 0) != self.epoch:
-            raise FencedError(f"scheduler epoch {self.epoch} is not {int(newest or 0)}; another scheduler took over this run; stop this one")
+            raise FencedError(f"scheduler epoch {self.epoch} is not {int(newest or 0)}; another scheduler took over; stop this one")
 
     async def _transition(
         self,
