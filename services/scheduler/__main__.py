@@ -41,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RecipeError as err:
         sys.stderr.write(f"{err.message}\n")
         return 2
-    # The tokenizer needs no torch: keep transformers from importing it, and its threads from multiplying.
-    for name, value in (("USE_TORCH", "0"), ("OMP_NUM_THREADS", "1"), ("TOKENIZERS_PARALLELISM", "false")):
+    # Keep the threads of tokenizers and numpy from multiplying.
+    for name, value in (("OMP_NUM_THREADS", "1"), ("TOKENIZERS_PARALLELISM", "false")):
         os.environ.setdefault(name, value)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until there is something to drain
 
@@ -125,4 +125,7 @@ def _on_signals(drain: Callable[[], object]) -> None:
 
 
 if __name__ == "__main__":
+    from services.scheduler.tokens import hide_torch
+
+    hide_torch()  # the tokenizer needs none, and its import would cost 2 s
     sys.exit(main())
