@@ -135,6 +135,7 @@ def run(recipe: Recipe) -> dict[str, float]:
     finally:
         generator.terminate()
         generator.join(10)
+        weights.cancel_join_thread()  # what was never taken must not hold the end
     num = (recipe.trainer.steps - WARM_STEPS) * recipe.scheduler.batch_groups * recipe.sampling.group_size
     return {
         "completions_per_s": num / wall_s,

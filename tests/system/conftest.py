@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -19,6 +18,8 @@ import pytest
 
 from stretto.client import Client
 from stretto.errors import StrettoError
+
+from ..procs import processes_of
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes/word-problems.toml"
@@ -123,20 +124,6 @@ class LiveRun:
             self.process.wait(10)
 
 
-def processes_of(folder: Path) -> list[tuple[int, str]]:
-    """(pid, command line) of the processes that name `folder`, or sit in it, except this one."""
-    found: list[tuple[int, str]] = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit() or int(entry.name) == os.getpid():
-            continue
-        with contextlib.suppress(OSError):
-            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            environ = (entry / "environ").read_bytes().decode(errors="replace")
-            if str(folder) in command or str(folder) in environ or str(folder) in str((entry / "cwd").readlink()):
-                found.append((int(entry.name), command))
-    return found
-
-
 @pytest.fixture
 def new_run(made: Path, tmp_path: Path) -> Iterator[Callable[..., LiveRun]]:
     """new_run("trainer.steps=20", …) starts a run of its own; killed at the end of the test if it still lives."""
@@ -152,5 +139,3 @@ def new_run(made: Path, tmp_path: Path) -> Iterator[Callable[..., LiveRun]]:
     for run in runs:
         run.kill_all()
 
-
-SIGINT, SIGKILL = signal.SIGINT, signal.SIGKILL

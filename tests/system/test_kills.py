@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import pytest
 
-from .conftest import LiveRun, processes_of
+from ..procs import processes_of
+from .conftest import LiveRun
 
 VICTIMS = {
     "trainer": "-m services.trainer ",
@@ -33,8 +34,8 @@ def test_every_part_is_killed_once_and_the_run_ends_as_good_with_a_proven_ledger
         kill(run, what)
     assert run.end() == 0, run.output[-3000:]
     assert run.summary()["is_ledger_ok"], run.output[-3000:]
-    assert [line["step"] for line in run.lines("step")] == list(range(1, 61))
-    assert max(line["metrics"]["lag_max"] for line in run.lines("step")) <= 2
+    assert [line["step"] for line in run.lines("train")] == list(range(1, 61))
+    assert max(line["metrics"]["lag_max"] for line in run.lines("train")) <= 2
     assert run.accuracies()[60] >= run.accuracies()[0] + 0.25
 
 
@@ -46,7 +47,7 @@ def test_ctrl_c_and_the_same_command_again_trains_no_step_twice_and_misses_none(
     assert processes_of(run.folder) == []
     run.start()
     assert run.end() == 0, run.output[-3000:]
-    assert [line["step"] for line in run.lines("step")] == list(range(1, 31))
+    assert [line["step"] for line in run.lines("train")] == list(range(1, 31))
     assert run.summary()["is_ledger_ok"]
 
 
@@ -62,7 +63,7 @@ def test_a_killed_supervisor_leaves_no_orphan_and_the_same_command_resumes(new_r
     assert not left
     run.start()
     assert run.end() == 0, run.output[-3000:]
-    assert [line["step"] for line in run.lines("step")] == list(range(1, 26))
+    assert [line["step"] for line in run.lines("train")] == list(range(1, 26))
     assert run.summary()["is_ledger_ok"]
 
 
@@ -85,6 +86,6 @@ def test_a_killed_trainer_generates_nothing_again(new_run: Callable[..., LiveRun
     kill(run, what)
     assert run.end() == 0, run.output[-3000:]
     assert run.summary()["is_ledger_ok"]
-    status = run.lines("step")
+    status = run.lines("train")
     assert [line["step"] for line in status] == list(range(1, 31))
     assert run.summary()["completions"] == 30 * 32 * 8

@@ -38,8 +38,8 @@ def test_the_quick_start_lifts_sampled_accuracy_by_a_quarter_and_leaves_what_it_
     assert run.end() == 0, run.output[-3000:]
     accuracies = run.accuracies()
     assert accuracies[60] >= accuracies[0] + 0.25, accuracies
-    assert [line["step"] for line in run.lines("step")] == list(range(1, 61))
-    assert max(line["metrics"]["lag_max"] for line in run.lines("step")) <= 2
+    assert [line["step"] for line in run.lines("train")] == list(range(1, 61))
+    assert max(line["metrics"]["lag_max"] for line in run.lines("train")) <= 2
     assert run.summary()["is_ledger_ok"]
     assert (run.folder / "reward.png").stat().st_size > 10_000
     answer = subprocess.run([sys.executable, "-c", GREEDY, str(run.folder / "final")], capture_output=True, text=True, env=ENV, timeout=120)
@@ -51,7 +51,7 @@ def test_the_synchronous_mode_learns_and_never_trains_on_an_older_version(new_ru
     run = new_run("scheduler.max_lag=0", "trainer.steps=30")
     assert run.end() == 0, run.output[-3000:]
     assert run.accuracies()[30] >= run.accuracies()[0] + 0.25
-    assert {line["metrics"]["lag_max"] for line in run.lines("step")} == {0.0}
+    assert {line["metrics"]["lag_max"] for line in run.lines("train")} == {0.0}
 
 
 def test_two_replicas_share_the_work(new_run: Callable[..., LiveRun]) -> None:

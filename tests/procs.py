@@ -1,0 +1,32 @@
+"""Processes as /proc shows them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+def processes_of(folder: Path) -> list[tuple[int, str]]:
+    """(pid, command line) of the processes that name `folder` in command or environment, or work in it; this one excepted."""
+    found: list[tuple[int, str]] = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):
+            command = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            environ = (entry / "environ").read_bytes().decode(errors="replace")
+            if command and (str(folder) in command or str(folder) in environ or str(folder) in str((entry / "cwd").readlink())):
+                found.append((int(entry.name), command))
+    return found
+
+
+def cpu_s(pid: int) -> float:
+    """User and system seconds of a process so far; 0 for one that is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
