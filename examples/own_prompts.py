@@ -9,8 +9,7 @@ from __future__ import annotations
 import argparse
 import random
 
-from stretto import Client
-from stretto.client import UserPrompt
+from stretto import Client, UserPrompt
 from stretto.errors import StrettoError
 
 

@@ -23,6 +23,21 @@ def processes_of(folder: Path) -> list[tuple[int, str]]:
     return found
 
 
+def children_of(parents: set[int]) -> set[int]:
+    """Children of `parents` and theirs."""
+    born: dict[int, set[int]] = {}
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError, ValueError):
+            pid = int(entry.name)
+            born.setdefault(int((entry / "stat").read_text().rpartition(")")[2].split()[1]), set()).add(pid)
+    found: set[int] = set()
+    fresh = set(parents)
+    while fresh:
+        fresh = {child for pid in fresh for child in born.get(pid, set())} - found
+        found |= fresh
+    return found
+
+
 def cpu_s(pid: int) -> float:
     """User and system seconds of a process so far; 0 for one that is gone."""
     try:

@@ -52,7 +52,9 @@ def generate(recipe: Recipe, batches: Any, weights: Any) -> None:
             pass
         chosen = [(step * recipe.scheduler.batch_groups + i) % len(rows) for i in range(recipe.scheduler.batch_groups)]
         done = _answers(engine, [prompts[i] for i in chosen], recipe, step)
-        batches.put(list(_groups(done, [rows[i] for i in chosen], [prompts[i] for i in chosen], recipe, tokenizer, reward)), timeout=QUEUE_S)
+        batches.put(
+            list(_groups(done, [rows[i] for i in chosen], [prompts[i] for i in chosen], recipe, tokenizer, reward)), timeout=QUEUE_S
+        )
 
 
 def _tensors(state: dict[str, Any]) -> dict[str, Any]:
@@ -78,7 +80,9 @@ def _answers(engine: Any, prompts: list[list[int]], recipe: Recipe, step: int) -
     return done
 
 
-def _groups(done: dict[str, Any], rows: list[Any], prompts: list[list[int]], recipe: Recipe, tokenizer: Any, reward: Any) -> Iterator[bytes]:
+def _groups(
+    done: dict[str, Any], rows: list[Any], prompts: list[list[int]], recipe: Recipe, tokenizer: Any, reward: Any
+) -> Iterator[bytes]:
     import numpy as np
 
     from stretto.v1 import types_pb2 as pb

@@ -60,7 +60,12 @@ class Ring:
         """A real replica asks again when it holds newer weights; a short `wait_s` stands for that."""
         self.num_calls += 1
         request = pb.LeasePromptsRequest(
-            replica_id="r", replica_epoch=self.replica_epoch, operation_id=f"l{self.num_calls}", max_prompts=wanted, held=self.held, wait_s=wait_s
+            replica_id="r",
+            replica_epoch=self.replica_epoch,
+            operation_id=f"l{self.num_calls}",
+            max_prompts=wanted,
+            held=self.held,
+            wait_s=wait_s,
         )
         return list((await self.stub.LeasePrompts(request, timeout=CALL_S)).leases)
 
@@ -74,7 +79,7 @@ class Ring:
     async def train(self, step: int) -> bool:
         """False when no batch came within 5 s."""
         request = pb.SampleBatchRequest(trainer_epoch=self.trainer_epoch, step=step, wait_s=5.0)
-        if not [message async for message in self.stub.SampleBatch(request, timeout=CALL_S) if message.HasField("group")]:
+        if not [message async for message in self.stub.SampleBatch(request, timeout=CALL_S) if message.groups]:
             return False
         self.held = types.WeightsId(trainer_epoch=self.trainer_epoch, version=step)
         await self.stub.CommitStep(pb.CommitStepRequest(trainer_epoch=self.trainer_epoch, step=step), timeout=CALL_S)
@@ -141,8 +146,19 @@ async def scheduler(folder: Path, batch_groups: int, max_lag: int) -> AsyncItera
     folder.mkdir()
     server = embedded.start(folder / "redis")
     address = f"127.0.0.1:{endpoints.free_port()}"
-    settings = [f"redis.url={server.url}", f"scheduler.listen={address}", f"scheduler.batch_groups={batch_groups}", f"scheduler.max_lag={max_lag}"]
-    quiet = ["validation.every_steps=0", "validation.at_start=false", "validation.at_end=false", "trainer.steps=1000000", "run.log_level=WARNING"]
+    settings = [
+        f"redis.url={server.url}",
+        f"scheduler.listen={address}",
+        f"scheduler.batch_groups={batch_groups}",
+        f"scheduler.max_lag={max_lag}",
+    ]
+    quiet = [
+        "validation.every_steps=0",
+        "validation.at_start=false",
+        "validation.at_end=false",
+        "trainer.steps=1000000",
+        "run.log_level=WARNING",
+    ]
     command = [sys.executable, "-m", "services.scheduler", "--config", str(RECIPE), "--set", f"run.folder={MADE}", *settings, *quiet]
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT)
     try:
@@ -171,7 +187,9 @@ def main() -> None:
     given = parser.parse_args()
     for task in prepare.tasks(recipes.load(RECIPE, [f"run.folder={MADE}"])):
         if not task.is_made:
-            prepare.make(task, MADE, lambda command, log: subprocess.run(command, stdout=log.open("w"), stderr=subprocess.STDOUT).returncode)
+            prepare.make(
+                task, MADE, lambda command, log: subprocess.run(command, stdout=log.open("w"), stderr=subprocess.STDOUT).returncode
+            )
     try:
         found = asyncio.run(measure(given.seconds))
     except StrettoError as err:

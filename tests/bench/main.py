@@ -28,7 +28,7 @@ from stretto import recipe as recipes
 from stretto.client import Client
 from stretto.errors import StrettoError
 from tests.bench.bare_loop import WARM_STEPS
-from tests.procs import cpu_s, processes_of
+from tests.procs import children_of, cpu_s, processes_of
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes/word-problems.toml"
@@ -38,13 +38,13 @@ LIMIT_S = 180.0
 SERVICES = {
     "trainer": "-m services.trainer ",
     "rollout": "-m services.rollout ",
-    "reward": "services.rollout.reward",
+    "reward": "",
     "scheduler": "-m services.scheduler ",
     "weightsync": "-m services.weightsync ",
     "store": "valkey-server",
     "command line": "stretto run",
 }
-"""What a process's command line holds. The first match counts."""
+"""What a process's command line holds; the reward workers are the children of rollout."""
 QUIET = ("validation.every_steps=0", "validation.at_start=false", "validation.at_end=false")
 
 
@@ -85,32 +85,33 @@ def run_system(made: Path, name: str, *overrides: str) -> Measured:
 
 
 def _watch(folder: Path, process: subprocess.Popen[bytes]) -> list[tuple[int, dict[str, float], float]]:
-    """(committed step, CPU seconds by service, rollout busy share), about twice a second from step WARM_STEPS on."""
+    """(committed step, CPU seconds by service, rollout busy share), once a second from step WARM_STEPS on."""
     marks: list[tuple[int, dict[str, float], float]] = []
     client: Client | None = None
+    pids: dict[str, set[int]] = {}
     end_s = time.monotonic() + LIMIT_S
     while process.poll() is None:
         if time.monotonic() > end_s:
             process.kill()
             sys.exit(f"{folder.name}: no end in {LIMIT_S:.0f} s")
-        time.sleep(0.5)
+        time.sleep(1.0)
         try:
             client = client or Client.local(folder)
             status = client.status()
         except (StrettoError, OSError):
             continue
         if WARM_STEPS <= status.committed_step < status.total_steps:
-            marks.append((status.committed_step, _cpu(folder), max((r.busy_share for r in status.replicas), default=0.0)))
+            pids = pids or _pids(folder)
+            spent = {what: sum(map(cpu_s, those)) for what, those in pids.items()}
+            marks.append((status.committed_step, spent, max((r.busy_share for r in status.replicas), default=0.0)))
     return marks
 
 
-def _cpu(folder: Path) -> dict[str, float]:
-    spent = dict.fromkeys(SERVICES, 0.0)
-    for pid, command in processes_of(folder):
-        what = next((name for name, mark in SERVICES.items() if mark in command), None)
-        if what is not None:
-            spent[what] += cpu_s(pid)
-    return spent
+def _pids(folder: Path) -> dict[str, set[int]]:
+    every = processes_of(folder)
+    found = {what: {pid for pid, command in every if mark and mark in command} for what, mark in SERVICES.items()}
+    found["reward"] = children_of(found["rollout"])
+    return found
 
 
 def _read(folder: Path) -> Measured:
@@ -138,7 +139,9 @@ def run_bare(made: Path, steps: int) -> dict[str, float]:
 
 
 def run_ledger() -> dict[str, float]:
-    done = subprocess.run([sys.executable, "-m", "tests.bench.ledger", "--json"], capture_output=True, text=True, env=ENV, timeout=LIMIT_S, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.bench.ledger", "--json"], capture_output=True, text=True, env=ENV, timeout=LIMIT_S, cwd=ROOT
+    )
     if done.returncode:
         sys.exit(f"the ledger bench failed:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -170,7 +173,11 @@ def _made() -> Path:
     folder = OUT / "made"
     for task in prepare.tasks(recipes.load(RECIPE, [f"run.folder={folder}"])):
         if not task.is_made:
-            prepare.make(task, folder, lambda command, log: subprocess.run(command, stdout=log.open("w"), stderr=subprocess.STDOUT, env=ENV).returncode)
+            prepare.make(
+                task,
+                folder,
+                lambda command, log: subprocess.run(command, stdout=log.open("w"), stderr=subprocess.STDOUT, env=ENV).returncode,
+            )
     return folder
 
 
@@ -185,9 +192,13 @@ def _figures(bare: list[dict[str, float]], runs: dict[str, list[Measured]], judg
         "accuracy_end": judged.accuracy[max(judged.accuracy)],
         "wall_s": judged.wall_s,
         "completions_per_s": mid("async", "completions_per_s"),
-        "completions_over_bare_loop": median(m.completions_per_s / b["completions_per_s"] for m, b in zip(runs["async"], bare, strict=True)),
+        "completions_over_bare_loop": median(
+            m.completions_per_s / b["completions_per_s"] for m, b in zip(runs["async"], bare, strict=True)
+        ),
         "bare_loop_completions_per_s": bare_per_s,
-        "async_over_sync_throughput": median(a.completions_per_s / s.completions_per_s for a, s in zip(runs["async"], runs["sync"], strict=True)),
+        "async_over_sync_throughput": median(
+            a.completions_per_s / s.completions_per_s for a, s in zip(runs["async"], runs["sync"], strict=True)
+        ),
         "step_time_over_busiest_service": 1 / max(trainer, rollout, 1e-9),
         "trainer_busy_share": trainer,
         "rollout_busy_share": rollout,
@@ -201,13 +212,19 @@ def _show(bare: list[dict[str, float]], runs: dict[str, list[Measured]], found: 
     busy, reward = (median(b[k] for b in bare) for k in ("trainer_busy_share", "reward_last_5"))
     table.add_row("bare loop", f"{per_s:,.0f}", f"{1000 * step_ms:.0f}", f"{busy:.0%}", "", "", f"{reward:.2f}")
     for name, label in (("async", "max_lag = 2"), ("sync", "max_lag = 0")):
-        m = {k: median(getattr(r, k) for r in runs[name]) for k in ("completions_per_s", "step_s", "trainer_busy", "rollout_busy", "lag_mean", "reward_last")}
+        m = {
+            k: median(getattr(r, k) for r in runs[name])
+            for k in ("completions_per_s", "step_s", "trainer_busy", "rollout_busy", "lag_mean", "reward_last")
+        }
         cells = (f"{m['trainer_busy']:.0%}", f"{m['rollout_busy']:.0%}", f"{m['lag_mean']:.2f}", f"{m['reward_last']:.2f}")
         table.add_row(label, f"{m['completions_per_s']:,.0f}", f"{1000 * m['step_s']:.0f}", *cells)
-    where = Table("CPU ms per step", *SERVICES, "sum")
+    where = Table("CPU ms per step (busy share)", *SERVICES, "sum")
     for name, label in (("async", "max_lag = 2"), ("sync", "max_lag = 0")):
         spent = {what: median(r.cpu_ms_per_step.get(what, 0.0) for r in runs[name]) for what in SERVICES}
-        where.add_row(label, *(f"{ms:.0f}" for ms in spent.values()), f"{sum(spent.values()):.0f}")
+        step_ms = 1000 * median(r.step_s for r in runs[name])
+        where.add_row(
+            label, *(f"{ms:.0f} ({ms / step_ms:.0%})" for ms in spent.values()), f"{sum(spent.values()):.0f} of {step_ms:.0f} x cores"
+        )
     figures = Table("figure", "value")
     for key, value in found.items():
         figures.add_row(key, f"{value:,.3f}" if isinstance(value, float) else str(value))
