@@ -1,15 +1,37 @@
-"""Is this port free, and which one is?"""
+"""Which port is free, and by which host do others reach this process?"""
 
 from __future__ import annotations
 
 import random
 import socket
 
+from stretto import rpc
 from stretto.errors import UnavailableError
 
 PORTS = range(20000, 32768)
 """Where ports are chosen: below the range that kernels draw outgoing ports from, so that no client of anybody takes one
 between our restarts."""
+_EVERYWHERE = ("", "0.0.0.0", "::")
+"""Listening there is listening on all addresses of the machine."""
+
+
+def reachable_host(listens_on: str, peer: str) -> str:
+    """The host by which others reach a server that listens on `listens_on`.
+
+    Where that is all addresses: the one that our packets to `peer` ("host:port") come from; our host name when `peer` has no
+    address yet. May take as long as the resolver does.
+    """
+    if listens_on.strip("[]") not in _EVERYWHERE:
+        return listens_on
+    host, port = rpc.split_address(peer)
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind, protocol) as s:
+            s.connect(address)  # sends nothing: it only chooses the route
+            ours = s.getsockname()[0]
+    except OSError:
+        return socket.gethostname()
+    return f"[{ours}]" if family == socket.AF_INET6 else ours
 
 
 def is_free(host: str, port: int) -> bool:

@@ -169,7 +169,7 @@ class Rollout(_Section):
     metrics_listen: str = "127.0.0.1:0"
     """host:port of /metrics."""
     advertise: str | None = None
-    """Host name others reach it by; default the host it listens on."""
+    """Host name others reach it by; default the host it listens on, or this machine's address if it listens on all."""
     replicas: int = Field(default=1, ge=0, le=64)
     """Replica processes `stretto run` starts; compose uses --scale."""
     engine: Literal["torch"] = "torch"
@@ -194,7 +194,7 @@ class Trainer(_Section):
     metrics_listen: str = "127.0.0.1:0"
     """host:port of /metrics."""
     advertise: str | None = None
-    """Host name others reach it by; default the host it listens on."""
+    """Host name others reach it by; default the host it listens on, or this machine's address if it listens on all."""
     steps: int = Field(default=100, ge=1)
     """Train steps of the run."""
     device: str = "auto"

@@ -89,7 +89,7 @@ async def _serve_with(recipe: Recipe, replica_id: str, pool: RewardPool) -> None
     from services.rollout.server import SERVICE, RolloutServicer
     from services.rollout.weights import Follower
     from services.rollout.worker import Settings, Worker
-    from stretto import rpc, telemetry
+    from stretto import endpoints, rpc, telemetry
     from stretto.v1 import rollout_pb2_grpc
     from stretto.weights.subscriber import Subscriber
 
@@ -118,7 +118,8 @@ async def _serve_with(recipe: Recipe, replica_id: str, pool: RewardPool) -> None
     servicer = RolloutServicer(recipe, worker, driver, tokenizer, engine=engine, num_reward_workers=pool.num_workers)
     server = await rpc.serve(recipe.rollout.listen, lambda s: rollout_pb2_grpc.add_RolloutServiceServicer_to_server(servicer, s), [SERVICE])
     metrics_port = telemetry.serve_metrics(recipe.rollout.metrics_listen)
-    worker.address = f"{recipe.rollout.advertise or server.host}:{server.port}"
+    host = recipe.rollout.advertise or await asyncio.to_thread(endpoints.reachable_host, server.host, recipe.peers.scheduler)
+    worker.address = f"{host}:{server.port}"
     _log_start(worker, device, driver.vitals.slots, metrics_port)
     gc.collect()
     gc.freeze()  # torch and transformers are for ever: neither a collection in between nor the one at the exit visits them

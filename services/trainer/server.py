@@ -25,7 +25,7 @@ from services.trainer.control import STOP_S, SaveRequests, Status, Stop, Stoppin
 from services.trainer.ledger import Ledger
 from services.trainer.loop import CannotResumeError, Learner, Loop
 from services.trainer.publish import Relay
-from stretto import rpc, telemetry
+from stretto import endpoints, rpc, telemetry
 from stretto.errors import FencedError, RefusedError, StrettoError
 from stretto.recipe import Recipe
 from stretto.v1 import trainer_pb2 as pb
@@ -141,7 +141,8 @@ def serve(recipe: Recipe, make: Callable[[], Learner], stop: Stop) -> None:
     status, saves = Status(recipe.trainer.steps), SaveRequests()
     metrics_port = telemetry.serve_metrics(recipe.trainer.metrics_listen)
     control = ControlServer(recipe.trainer.listen, TrainerService(status, saves))
-    address = f"{recipe.trainer.advertise or control.host}:{control.port}"
+    host = recipe.trainer.advertise or endpoints.reachable_host(control.host, recipe.peers.scheduler)
+    address = f"{host}:{control.port}"
     log.info("listening", extra={"fields": {"address": address, "metrics_port": metrics_port, "pid": os.getpid()}})
     limit_s = recipe.trainer.sample_deadline_s
     ledger = Ledger(recipe.peers.scheduler, limit_s, stop.sleep)
