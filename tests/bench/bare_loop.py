@@ -9,6 +9,7 @@ The model and data must have been made (the benchmark makes them).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing as mp
 import os
@@ -151,10 +152,8 @@ def run(recipe: Recipe) -> dict[str, float]:
 
 def _send(weights: Any, version: int, learner: Any) -> None:
     """Replace whatever the generator has not taken yet."""
-    try:
+    with contextlib.suppress(queue.Empty):
         weights.get_nowait()
-    except queue.Empty:
-        pass
     weights.put((version, {name: t.numpy().copy() for name, t in learner.tensors().items()}))
 
 

@@ -17,8 +17,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -140,9 +140,9 @@ async def wake_ups(ring: Ring, batch_groups: int) -> dict[str, float]:
     return {"lease_wakeup_p50_ms": waits_ms[len(waits_ms) // 2], "lease_wakeup_p99_ms": waits_ms[int(0.99 * len(waits_ms))]}
 
 
-@asynccontextmanager
-async def scheduler(folder: Path, batch_groups: int, max_lag: int) -> AsyncIterator[Ring]:
-    """A scheduler process on an embedded server."""
+@contextmanager
+def scheduler(folder: Path, batch_groups: int, max_lag: int) -> Iterator[str]:
+    """A scheduler process on an embedded server; its address."""
     folder.mkdir()
     server = embedded.start(folder / "redis")
     address = f"127.0.0.1:{endpoints.free_port()}"
@@ -162,26 +162,37 @@ async def scheduler(folder: Path, batch_groups: int, max_lag: int) -> AsyncItera
     command = [sys.executable, "-m", "services.scheduler", "--config", str(RECIPE), "--set", f"run.folder={MADE}", *settings, *quiet]
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=ROOT)
     try:
-        ring = Ring(address)
-        await rpc.retry(lambda: ring.open(batch_groups), deadline_s=START_S, what="scheduler")
-        yield ring
+        yield address
     finally:
         process.terminate()
         process.wait(20)
         server.stop()
 
 
-async def measure(seconds: float) -> dict[str, float]:
+async def ring_of(address: str, batch_groups: int) -> Ring:
+    ring = Ring(address)
+    await rpc.retry(lambda: ring.open(batch_groups), deadline_s=START_S, what="scheduler")
+    return ring
+
+
+async def measure_throughput(address: str, seconds: float) -> dict[str, float]:
+    return await throughput(await ring_of(address, 32), seconds)
+
+
+async def measure_wake_ups(address: str) -> dict[str, float]:
+    return await wake_ups(await ring_of(address, 4), 4)
+
+
+def measure(seconds: float) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
-        async with scheduler(Path(folder) / "fast", 32, 2) as ring:
-            found = await throughput(ring, seconds)
-        async with scheduler(Path(folder) / "woken", 4, 0) as ring:
-            found |= await wake_ups(ring, 4)
-    return found
+        with scheduler(Path(folder) / "fast", 32, 2) as address:
+            found = asyncio.run(measure_throughput(address, seconds))
+        with scheduler(Path(folder) / "woken", 4, 0) as address:
+            return found | asyncio.run(measure_wake_ups(address))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="tests.bench.ledger", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="tests.bench.ledger", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--json", action="store_true")
     given = parser.parse_args()
@@ -191,7 +202,7 @@ def main() -> None:
                 task, MADE, lambda command, log: subprocess.run(command, stdout=log.open("w"), stderr=subprocess.STDOUT).returncode
             )
     try:
-        found = asyncio.run(measure(given.seconds))
+        found = measure(given.seconds)
     except StrettoError as err:
         sys.exit(err.message)
     lines = [json.dumps(found)] if given.json else [f"{name:28} {value:10,.1f}" for name, value in found.items()]

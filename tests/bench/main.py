@@ -148,7 +148,7 @@ def run_ledger() -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="tests.bench.main", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="tests.bench.main", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
     given = parser.parse_args()
