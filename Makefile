@@ -9,7 +9,7 @@ PROTOC  := build/protoc-venv
 RECIPE  ?= recipes/word-problems.toml
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup quickstart test check format protos bench up down clean
+.PHONY: setup quickstart test check format protos docs bench up down clean
 
 setup: $(STAMP)
 
@@ -49,6 +49,9 @@ $(PROTOC)/ready:
 protos: setup $(PROTOC)/ready
 	$(BIN)/buf format -w
 	PATH=$(PROTOC)/bin:$$PATH sh deploy/protos.sh .
+
+docs: setup
+	$(BIN)/python -m stretto.reference > docs/recipe.md
 
 bench: setup
 	$(BIN)/python -m tests.bench.main
