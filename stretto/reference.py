@@ -47,14 +47,14 @@ def _type(annotation: Any) -> str:
 
 def _limit(limit: Any) -> list[str]:
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-    found = [f"{sign} {getattr(limit, name):g}" for name, sign in signs.items() if getattr(limit, name, None) is not None]
+    found = [f"{sign} {getattr(limit, name)}" for name, sign in signs.items() if getattr(limit, name, None) is not None]
     pattern = getattr(limit, "pattern", None)
     return [*found, f"matching `{pattern}`"] if pattern else found
 
 
 def _default(field: FieldInfo) -> str:
     if field.default is None:
-        return "derived"
+        return "unset"
     return f"`{str(field.default).lower() if isinstance(field.default, bool) else field.default}`" if str(field.default) else "empty"
 
 
