@@ -259,8 +259,7 @@ class Trainer:
         try:
             async for answer in self.world.stub.SampleBatch(request, timeout=SOON_S):
                 reason = answer.wait_reason
-                if answer.HasField("group"):
-                    groups.append(answer.group)
+                groups.extend(answer.groups)
         except grpc.RpcError as err:
             raise rpc.from_rpc_error(err) from None
         return groups, reason

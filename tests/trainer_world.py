@@ -173,8 +173,9 @@ class FakeScheduler(pb_grpc.SchedulerServiceServicer):
                 return
             await asyncio.sleep(0.01)
         ordinals = self.batches.setdefault(step, list(range((step - 1) * self.batch, step * self.batch)))
-        for n in ordinals:
-            yield pb.SampleBatchResponse(group=self.make_group(n, self.committed), num_groups=len(ordinals))
+        groups = [self.make_group(n, self.committed) for n in ordinals]
+        for part in (groups[:1], groups[1:]):
+            yield pb.SampleBatchResponse(groups=part, num_groups=len(groups))
         self.on_call("SampleBatch", step, "after")
 
     async def CommitStep(self, request: pb.CommitStepRequest, context: Any) -> pb.CommitStepResponse:  # noqa: N802

@@ -6,7 +6,7 @@ import functools
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 from services.scheduler import metrics
@@ -19,6 +19,8 @@ from stretto.v1 import types_pb2 as pb
 from stretto.v1.scheduler_pb2_grpc import SchedulerServiceServicer
 
 SERVICE = "stretto.v1.SchedulerService"
+BATCH_PART_BYTES = 1 << 20
+"""A message of SampleBatch is closed at this size: few messages a batch, and each far below the limit of gRPC."""
 WATCH_S = 30.0
 """A quiet watcher looks again after this long."""
 _EVENT_ID = re.compile(r"\d+(-\d+)?")
@@ -93,8 +95,8 @@ class SchedulerServicer(SchedulerServiceServicer):
     async def SampleBatch(self, request: spb.SampleBatchRequest, context: Any) -> AsyncIterator[spb.SampleBatchResponse]:  # noqa: N802
         _at_least("wait_s", request.wait_s, 0)
         groups, reason = await self._controller.sample(request.trainer_epoch, request.step, request.wait_s)
-        for group in groups:
-            yield spb.SampleBatchResponse(group=group, num_groups=len(groups))
+        for part in _parts(groups):
+            yield spb.SampleBatchResponse(groups=part, num_groups=len(groups))
         if not groups:
             yield spb.SampleBatchResponse(wait_reason=reason)
 
@@ -167,6 +169,20 @@ class SchedulerServicer(SchedulerServiceServicer):
     @_timed
     async def VerifyLedger(self, request: spb.VerifyLedgerRequest, context: Any) -> spb.VerifyLedgerResponse:  # noqa: N802
         return await self._controller.verify()
+
+
+def _parts(groups: Sequence[pb.Group]) -> Iterator[list[pb.Group]]:
+    """Whole groups in their order, split where BATCH_PART_BYTES are reached."""
+    part: list[pb.Group] = []
+    num_bytes = 0
+    for group in groups:
+        part.append(group)
+        num_bytes += group.ByteSize()
+        if num_bytes >= BATCH_PART_BYTES:
+            yield part
+            part, num_bytes = [], 0
+    if part:
+        yield part
 
 
 def _lease(lease: Lease, lease_s: float) -> spb.Lease:

@@ -57,11 +57,8 @@ class Ledger:
         groups, expected, reason = list[Group](), 0, ""
         try:
             for message in self.stub.SampleBatch(request, timeout=wait_s + BATCH_S):
-                expected = message.num_groups
-                if message.HasField("group"):
-                    groups.append(message.group)
-                else:
-                    reason = message.wait_reason
+                expected, reason = message.num_groups, message.wait_reason
+                groups.extend(message.groups)
         except grpc.RpcError as err:
             raise rpc.from_rpc_error(err) from err
         if groups and len(groups) != expected:

@@ -579,27 +579,27 @@ Global___SampleBatchRequest: _TypeAlias = SampleBatchRequest  # noqa: Y015
 class SampleBatchResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    GROUP_FIELD_NUMBER: _builtins.int
+    GROUPS_FIELD_NUMBER: _builtins.int
     NUM_GROUPS_FIELD_NUMBER: _builtins.int
     WAIT_REASON_FIELD_NUMBER: _builtins.int
     num_groups: _builtins.int
     """Groups in the batch, on each message."""
     wait_reason: _builtins.str
-    """On a message without a group: why there is no batch yet."""
+    """On a message without groups: why there is no batch yet."""
     @_builtins.property
-    def group(self) -> _types_pb2.Group:
-        """Set on every message but a last, empty one."""
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Group]:
+        """The next groups of the batch, in its order: about 1 MiB a message, at least one group. Empty in the only message of an answer without a batch."""
 
     def __init__(
         self,
         *,
-        group: _types_pb2.Group | None = ...,
+        groups: _abc.Iterable[_types_pb2.Group] | None = ...,
         num_groups: _builtins.int = ...,
         wait_reason: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["group", b"group"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "num_groups", b"num_groups", "wait_reason", b"wait_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups", "num_groups", b"num_groups", "wait_reason", b"wait_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

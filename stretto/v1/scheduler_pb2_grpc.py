@@ -169,7 +169,7 @@ class SchedulerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SampleBatch(self, request, context):
-        """The batch of `step`, streamed group by group; waits up to wait_s. The same step returns the same batch. Idempotent.
+        """The batch of `step`, streamed in parts of whole groups; waits up to wait_s. The same step returns the same batch. Idempotent.
         Ends without groups and with `wait_reason` in the last message when the batch is not ready in time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -52,7 +52,7 @@ class SchedulerServiceStub:
     is finished again. Idempotent by operation_id.
     """
     SampleBatch: _grpc.UnaryStreamMultiCallable[_scheduler_pb2.SampleBatchRequest, _scheduler_pb2.SampleBatchResponse]
-    """The batch of `step`, streamed group by group; waits up to wait_s. The same step returns the same batch. Idempotent.
+    """The batch of `step`, streamed in parts of whole groups; waits up to wait_s. The same step returns the same batch. Idempotent.
     Ends without groups and with `wait_reason` in the last message when the batch is not ready in time.
     """
     CommitStep: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.CommitStepRequest, _scheduler_pb2.CommitStepResponse]
@@ -100,7 +100,7 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     is finished again. Idempotent by operation_id.
     """
     SampleBatch: _aio.UnaryStreamMultiCallable[_scheduler_pb2.SampleBatchRequest, _scheduler_pb2.SampleBatchResponse]  # type: ignore[assignment]
-    """The batch of `step`, streamed group by group; waits up to wait_s. The same step returns the same batch. Idempotent.
+    """The batch of `step`, streamed in parts of whole groups; waits up to wait_s. The same step returns the same batch. Idempotent.
     Ends without groups and with `wait_reason` in the last message when the batch is not ready in time.
     """
     CommitStep: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.CommitStepRequest, _scheduler_pb2.CommitStepResponse]  # type: ignore[assignment]
@@ -181,7 +181,7 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.SampleBatchRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.SampleBatchResponse], _abc.AsyncIterator[_scheduler_pb2.SampleBatchResponse]]:
-        """The batch of `step`, streamed group by group; waits up to wait_s. The same step returns the same batch. Idempotent.
+        """The batch of `step`, streamed in parts of whole groups; waits up to wait_s. The same step returns the same batch. Idempotent.
         Ends without groups and with `wait_reason` in the last message when the batch is not ready in time.
         """
 
