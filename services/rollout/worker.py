@@ -109,6 +109,8 @@ class Worker:
         self._num_renewals = 0
         self._poll: asyncio.Task[Any] | None = None
         self._poll_id = ""
+        self._poll_held = self._told_held = WeightsId()
+        """What the open lease call asks for, and what the newest heartbeat told."""
         self._deaths: deque[float] = deque()
         self._death: Exception | None = None
         self._busy = BusyMeter()
@@ -177,9 +179,12 @@ class Worker:
         self._news()
 
     def on_weights(self) -> None:
-        """The follower knows or holds something new: an open poll asks for the wrong version."""
-        self._stop_poll()
-        self._news()
+        """The follower knows or holds something new. Which version is held, heartbeats tell in their own time: leases carry it."""
+        if self._poll_held != self.held or self._blocker():
+            self._stop_poll()
+        self._changed.set()
+        if self._told_held.trainer_epoch != self.held.trainer_epoch:
+            self._beat.set()
 
     def _news(self) -> None:
         self._changed.set()
@@ -307,10 +312,11 @@ class Worker:
     def _heartbeat(self) -> pb.HeartbeatRequest:
         v, attempts = self.driver.vitals, self.book.attempts()
         busy = self._busy.share(time.monotonic(), v.busy_s)
+        self._told_held = self.held
         self._measure(v, busy, len(attempts))
         return pb.HeartbeatRequest(
             state=self.state,
-            held=self.held,
+            held=self._told_held,
             address=self.address,
             slots=v.slots,
             running_sequences=v.num_running,
@@ -409,8 +415,10 @@ class Worker:
         poll_s = min(LEASE_POLL_S, self.settings.poll_s)
 
         def request() -> pb.LeasePromptsRequest:
-            wanted = max(1, self._wanted())
-            return pb.LeasePromptsRequest(operation_id=self._poll_id, max_prompts=wanted, held=self.held, wait_s=poll_s, **self._session())
+            wanted, self._poll_held = max(1, self._wanted()), self.held
+            return pb.LeasePromptsRequest(
+                operation_id=self._poll_id, max_prompts=wanted, held=self._poll_held, wait_s=poll_s, **self._session()
+            )
 
         return self._session_call("LeasePrompts", request, poll_s + RPC_TIMEOUT_S)
 
