@@ -52,10 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until there is something to drain
     replica_id = arguments.replica_id or f"r-{platform.node()}-{secrets.token_hex(3)}"
 
-    from stretto import telemetry
+    from stretto import prepare, telemetry
 
     log = telemetry.setup("rollout", recipe.run.log_level)
     try:
+        prepare.wait_until_made(recipe, "model")
         asyncio.run(_serve(recipe, replica_id))
     except FencedError as err:
         log.error("fenced", extra={"fields": {"replica_id": replica_id, "error": err.message}})
@@ -110,7 +111,13 @@ async def _serve_with(recipe: Recipe, replica_id: str, pool: RewardPool) -> None
     sync = recipe.weightsync
     subscriber = Subscriber(recipe.peers.weightsync, replica_id, sync.backend, device, sync.phase_deadline_s)
     follower = Follower(subscriber, driver, is_pinned=lambda: worker.book.is_pinned, on_change=worker.on_weights, lease_s=sync.lease_s)
-    scorer = Scorer(pool, decoder(tokenizer), is_wanted=worker.book.wants, on_scored=worker.on_scored)
+    scorer = Scorer(
+        pool,
+        decoder(tokenizer),
+        is_wanted=worker.book.wants,
+        is_generating=lambda: worker.book.num_generating > 0,
+        on_scored=worker.on_scored,
+    )
     worker.attach(driver, follower, scorer)
     await driver.start()
     await pool.ready()

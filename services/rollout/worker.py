@@ -41,8 +41,8 @@ LEASE_POLL_S = 10.0
 """Long-poll budget of LeasePrompts; shorter if the recipe says so."""
 EMPTY_PAUSE_S = 0.1
 """Least time between two lease calls that bring nothing."""
-REPORT_TICK_S = 0.01
-"""Ends are gathered this long: dozens per call under load, and too short to matter without."""
+REPORT_TICK_S = 0.005
+"""Scored ends are gathered this long while others are under way: dozens per call under load."""
 REPORTS_MAX, REPORT_BYTES_MAX = 512, 8 << 20
 """Per ReportTrajectories call."""
 SESSION_PROVEN_S = 60.0
@@ -437,7 +437,8 @@ class Worker:
     async def _reports(self) -> None:
         while True:
             await self._until(lambda: self.book.num_queued > 0 and self.link.epoch > 0)
-            await asyncio.sleep(REPORT_TICK_S)
+            if self.book.num_generating or self.book.num_ended > self.book.num_queued:
+                await asyncio.sleep(REPORT_TICK_S)
             reports = self.book.reports(REPORTS_MAX, REPORT_BYTES_MAX)
             if not reports:
                 continue
