@@ -46,10 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.environ.setdefault(name, value)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until there is something to drain
 
-    from stretto import telemetry
+    from stretto import prepare, telemetry
 
     log = telemetry.setup("scheduler", recipe.run.log_level)
     try:
+        prepare.make_missing(recipe, "data", prepare.write_data)
+        prepare.wait_until_made(recipe, "model")  # its tokenizer
         asyncio.run(_serve(recipe))
     except FencedError as err:
         log.error("fenced", extra={"fields": {"error": err.message}})

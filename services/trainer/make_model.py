@@ -35,7 +35,7 @@ MARKER = "warm-start.json"
 """What the model was made from and how it did."""
 
 
-def make(task: str, out: Path, seed: int, report: Callable[[Report], None]) -> bool:
+def make(task: str, out: Path, seed: int, report: Callable[[Report], None] = lambda _: None) -> bool:
     """The model as a Hugging Face folder at `out`; False when the very same was there already.
 
     It is made beside and renamed, so a half-made model is never found. Raises RefusedError when `out` holds something else

@@ -25,7 +25,7 @@ from services.trainer.control import STOP_S, SaveRequests, Status, Stop, Stoppin
 from services.trainer.ledger import Ledger
 from services.trainer.loop import CannotResumeError, Learner, Loop
 from services.trainer.publish import Relay
-from stretto import endpoints, rpc, telemetry
+from stretto import endpoints, prepare, rpc, telemetry
 from stretto.errors import FencedError, RefusedError, StrettoError
 from stretto.recipe import Recipe
 from stretto.v1 import trainer_pb2 as pb
@@ -127,12 +127,14 @@ def resolve_device(wanted: str) -> str:
 
 
 def make_learner(recipe: Recipe) -> Learner:
-    """The real one. Imported late: it takes seconds, and the control server answers meanwhile."""
+    """The real one, of a model that is made if it is missing. Takes seconds; the control server answers meanwhile."""
     from transformers.utils import logging as transformers_logging
 
+    from services.trainer import make_model
     from services.trainer.step import Learner as RealLearner
 
     transformers_logging.disable_progress_bar()
+    prepare.make_missing(recipe, "model", make_model.make)
     return RealLearner(recipe, recipe.model_path, resolve_device(recipe.trainer.device))
 
 

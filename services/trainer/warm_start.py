@@ -59,7 +59,15 @@ class Report:
 
 def build(folder: Path, seed: int, report: Callable[[Report], None]) -> dict[str, Any]:
     """Make, warm up and save the model. Returns its numbers. Raises StrettoError when arithmetic never appears."""
-    torch.set_num_threads(1)
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more only spin for each other on matrices this small
+    try:
+        return _build(folder, seed, report)
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _build(folder: Path, seed: int, report: Callable[[Report], None]) -> dict[str, Any]:
     torch.manual_seed(seed)
     logging.disable_progress_bar()  # ours is the only one
     tokenizer = make_tokenizer()

@@ -1,17 +1,28 @@
 from __future__ import annotations
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from stretto import embedded, prepare, recipe
-from stretto.errors import RefusedError, StrettoError
+from stretto.errors import DeadlineError, NotFoundError, RefusedError, StrettoError
+from stretto.recipe import Recipe
+
+WAIT_S = 30.0
+
+
+def a_recipe(folder: Path, seed: int = 0) -> Recipe:
+    return recipe.build(
+        {"run": {"folder": str(folder), "seed": seed}, "model": {"make": "word-problems"}, "data": {"make": "word-problems"}}
+    )
 
 
 def a_task(folder: Path, seed: int = 0) -> prepare.Task:
-    tree = {"run": {"folder": str(folder), "seed": seed}, "model": {"make": "word-problems"}, "data": {"make": "word-problems"}}
-    return next(t for t in prepare.tasks(recipe.build(tree)) if t.what == "model")
+    return next(t for t in prepare.tasks(a_recipe(folder, seed)) if t.what == "model")
 
 
 def makes_a_model(command: tuple[str, ...], log: Path) -> int:
@@ -64,3 +75,49 @@ def test_fresh_removes_this_runs_keys_and_no_others(valkey: embedded.EmbeddedSer
         client.mset({"stretto:{a}:cursor": 1, "stretto:{a}:rev": 2, "stretto:{ab}:cursor": 3, "other": 4})
         assert prepare.forget_keys(valkey.url, "a") == 2
         assert sorted(client.keys()) == [b"other", b"stretto:{ab}:cursor"]
+
+
+def test_of_services_that_start_together_one_makes_and_the_others_wait(tmp_path: Path) -> None:
+    has_begun, may_end, num_built = threading.Event(), threading.Event(), count()
+
+    def build(task: str, folder: Path, seed: int) -> None:
+        next(num_built)
+        (folder / "config.json").write_text(f"{task} {seed}")
+        has_begun.set()
+        assert may_end.wait(WAIT_S)
+
+    here = a_recipe(tmp_path, seed=3)
+    with ThreadPoolExecutor() as pool:
+        makers = [pool.submit(prepare.make_missing, here, "model", build, WAIT_S) for _ in range(2)]
+        assert has_begun.wait(WAIT_S)
+        with pytest.raises(DeadlineError, match=r"model .*/model was not made from .*'seed': 3.* within 0 s"):
+            prepare.wait_until_made(here, "model", 0.0)
+        waiter = pool.submit(prepare.wait_until_made, here, "model", WAIT_S)
+        may_end.set()
+        for future in (*makers, waiter):
+            future.result(WAIT_S)
+    assert next(num_built) == 1
+    assert (tmp_path / "model" / "config.json").read_text() == "word-problems 3"
+
+
+def test_a_wait_says_once_what_it_waits_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "stretto.prepare"), pytest.raises(DeadlineError):
+        prepare.wait_until_made(a_recipe(tmp_path), "model", 3 * prepare.POLL_S)
+    assert [(r.message, vars(r)["fields"]["folder"]) for r in caplog.records] == [("waiting", str(tmp_path / "model"))]
+
+
+def test_what_the_recipe_names_itself_is_neither_made_nor_waited_for(tmp_path: Path) -> None:
+    given = recipe.build({"run": {"folder": str(tmp_path)}, "model": {"path": "m"}, "data": {"train": "t"}})
+    prepare.wait_until_made(given, "model", 0.0)
+    prepare.make_missing(given, "data", prepare.write_data, 0.0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_maker_that_fails_leaves_the_work_to_the_next(tmp_path: Path) -> None:
+    def fail(task: str, folder: Path, seed: int) -> None:
+        raise NotFoundError("no such task")
+
+    with pytest.raises(NotFoundError):
+        prepare.make_missing(a_recipe(tmp_path), "data", fail)
+    prepare.make_missing(a_recipe(tmp_path), "data", prepare.write_data)
+    assert {p.name for p in (tmp_path / "data").iterdir()} >= {"made.json", "train.jsonl", "validation.jsonl"}
