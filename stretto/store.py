@@ -70,11 +70,15 @@ def _refusal(err: Exception) -> StrettoError | None:
     return cls(message) if cls else None
 
 
+def _reason(err: Exception) -> str:
+    return str(err) or type(err).__name__
+
+
 class Store:
     """A client of one Redis-compatible server."""
 
-    def __init__(self, client: redis.asyncio.Redis, where: str, outage_s: float) -> None:
-        self._client, self._where, self._outage_s = client, where, outage_s
+    def __init__(self, client: redis.asyncio.Redis, where: str, timeout_s: float, outage_s: float) -> None:
+        self._client, self._where, self._timeout_s, self._outage_s = client, where, timeout_s, outage_s
         self.away_since_s: float | None = None
         """time.monotonic() when the server went away; None while it answers."""
 
@@ -85,7 +89,7 @@ class Store:
             client = redis.asyncio.Redis.from_url(
                 url,
                 retry=Retry(NoBackoff(), 0),
-                socket_timeout=timeout_s,
+                socket_timeout=None,  # `_repeat` times the whole command instead: redis-py's own would make a task of every send
                 socket_connect_timeout=timeout_s,
                 decode_responses=False,
                 max_connections=64,
@@ -93,7 +97,7 @@ class Store:
         except ValueError as err:
             raise InvalidArgumentError(f"redis.url: {err}") from None
         kwargs = client.connection_pool.connection_kwargs
-        store = cls(client, f"{kwargs.get('host', 'localhost')}:{kwargs.get('port', 6379)}", outage_s)
+        store = cls(client, f"{kwargs.get('host', 'localhost')}:{kwargs.get('port', 6379)}", timeout_s, outage_s)
         try:
             await store._repeat(lambda: client.ping(), "PING")
             await store._check_persistence(strict)
@@ -152,13 +156,16 @@ class Store:
         delay_s, began_s = BACKOFF_FIRST_S, time.monotonic()
         while True:
             try:
-                answer = await once()
+                async with asyncio.timeout(self._timeout_s):  # redis-py closes a connection whose command is cancelled
+                    answer = await once()
             except (RedisError, OSError) as err:
                 if (failure := self._failure(err, what)) is not None:
                     raise failure from None
                 self._went_away(err)
                 if time.monotonic() - began_s > self._outage_s:
-                    raise UnavailableError(f"Redis at {self._where} did not answer {what} for {self._outage_s:g} s: {err}") from err
+                    raise UnavailableError(
+                        f"Redis at {self._where} did not answer {what} for {self._outage_s:g} s: {_reason(err)}"
+                    ) from err
             else:
                 self._came_back()
                 return answer
@@ -178,7 +185,7 @@ class Store:
     def _went_away(self, err: Exception) -> None:
         if self.away_since_s is None:
             self.away_since_s = time.monotonic()
-            log.warning("store_away", extra={"fields": {"where": self._where, "error": str(err)}})
+            log.warning("store_away", extra={"fields": {"where": self._where, "error": _reason(err)}})
 
     def _came_back(self) -> None:
         if self.away_since_s is not None:
