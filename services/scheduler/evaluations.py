@@ -48,10 +48,11 @@ class Evaluations:
 
     async def load(self, view: View) -> None:
         """After a start or any change of the plans: read them back."""
-        self.plans = await self._ledger.evaluations()
-        if view.run.last_evaluation and (self.last is None or self.last.evaluation_id != view.run.last_evaluation):
+        plans, last = await self._ledger.evaluations(), self.last
+        if view.run.last_evaluation and (last is None or last.evaluation_id != view.run.last_evaluation):
             blob = await self._ledger.result(view.run.last_evaluation)
-            self.last = spb.Evaluation.FromString(blob) if blob else None
+            last = spb.Evaluation.FromString(blob) if blob else None
+        self.plans, self.last = plans, last  # together: whoever sees the run done sees its last result
 
     # ---------------------------------------------------------------------------------------------------- asking
 
