@@ -127,7 +127,9 @@ def plan(recipe: Recipe, config: Path | None, overrides: Sequence[str]) -> Plan:
     for name in names:
         kind = name.partition("-")[0]
         settings = [part for item in (*overrides, *peers, *sets[name]) for part in ("--set", item)]
-        command = (sys.executable, "-m", f"services.{kind}", *given, *settings)
+        # A name that outlives the process: its successor's first word tells the scheduler that the leases of this one are lost.
+        own = ["--replica-id", name] if kind == "rollout" else []
+        command = (sys.executable, "-m", f"services.{kind}", *given, *own, *settings)
         services.append(Service(name, kind, command, _env(recipe, kind), recipe.run.folder / "logs" / f"{name}.log"))
     return Plan(tuple(services), addresses, redis_port)
 

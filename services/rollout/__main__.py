@@ -34,7 +34,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m services.rollout", description="One rollout replica.")
     parser.add_argument("--config", required=True, help="recipe (TOML)")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="section.key=value", help="override the recipe")
-    parser.add_argument("--replica-id", default=None, help="unique in the run; default r-<host>-<random>")
+    parser.add_argument("--replica-id", default=None, help="unique in the run; the same after a restart (default r-<host>-<port>)")
     return parser.parse_args(argv)
 
 
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until there is something to drain
-    replica_id = arguments.replica_id or f"r-{platform.node()}-{secrets.token_hex(3)}"
+    replica_id = arguments.replica_id or default_replica_id(platform.node(), recipe.rollout.listen)
 
     from stretto import prepare, telemetry
 
@@ -68,6 +68,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.error("crashed", extra={"fields": {"error": err.message}})
         return 1
     return 0
+
+
+def default_replica_id(host: str, listen: str) -> str:
+    """The same for the next process in this place, where one can tell: its first heartbeat gives back what this one held."""
+    port = listen.rpartition(":")[2]
+    place = port if port != "0" and host not in ("", "localhost") else secrets.token_hex(3)
+    return f"r-{host}-{place}"
 
 
 async def _serve(recipe: Recipe, replica_id: str) -> None:
