@@ -120,8 +120,8 @@ def packages(recipe: Recipe) -> Iterator[Problem]:
 
 def folder(recipe: Recipe) -> Iterator[Problem]:
     path = recipe.run.folder
-    if runs.is_live(path):
-        yield Problem("run.folder", str(path), "a run is live in it", "stop that run (stretto status) or choose another folder")
+    if (pid := runs.holder(path)) is not None:
+        yield Problem("run.folder", str(path), f"process {pid} runs in it", "stop that run or choose another folder")
     existing = next(p for p in (path, *path.absolute().parents) if p.exists())
     if not existing.is_dir():
         yield Problem("run.folder", str(path), f"{existing} is a file, not a folder", "choose another folder")

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -65,6 +66,16 @@ class Lock:
 
     def release(self) -> None:
         os.close(self.fd)
+
+
+def holder(folder: Path) -> int | None:
+    """pid of the supervisor that works in `folder`; None when there is none, or only what it left is just being ended."""
+    if not is_live(folder):
+        return None
+    with contextlib.suppress(OSError, ValueError):
+        pid = int((folder / "lock").read_text())
+        return pid if process.is_alive(pid) else None
+    return None
 
 
 def is_live(folder: Path) -> bool:

@@ -161,7 +161,7 @@ def test_a_second_run_in_the_folder_is_refused(start: Callable[[str], subprocess
     until_started(tmp_path / "runs" / "t")
     second = start("idle")
     text, _ = second.communicate(timeout=30)
-    assert (second.returncode, "a run is live in it" in text) == (2, True), text
+    assert (second.returncode, f"process {first.pid} runs in it" in text) == (2, True), text
     assert first.poll() is None
 
 

@@ -48,9 +48,10 @@ def test_a_folder_is_free_when_its_holder_was_killed(tmp_path: Path) -> None:
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True)
     assert holder.stdout is not None
     assert holder.stdout.readline() == "held\n"
-    assert runs.is_live(tmp_path)
+    assert (runs.is_live(tmp_path), runs.holder(tmp_path)) == (True, holder.pid)
     with pytest.raises(RefusedError, match=f"process {holder.pid} runs in it"):
         runs.Lock(tmp_path)
     holder.kill()
     holder.communicate()
+    assert runs.holder(tmp_path) is None
     runs.Lock(tmp_path).release()
