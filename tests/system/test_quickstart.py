@@ -9,8 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from stretto.results import LedgerReport
-
-from .conftest import ENV, LiveRun
+from tests.run_world import ENV, LiveRun
 
 SERVICES = ("scheduler", "weightsync", "trainer", "rollout")
 GREEDY = """
