@@ -168,6 +168,7 @@ def watch(address: Address = "", run: RunFolder = None, headless: Annotated[bool
             while not ((heard := monitor.heard).status is not None and heard.status.is_done):
                 screen.show(monitor, (), (), time.monotonic() - start_s)
                 time.sleep(0.1)
+            monitor.wait_for_end()
             screen.show(monitor, (), (), time.monotonic() - start_s)
     except KeyboardInterrupt:
         _say("left; the run goes on")

@@ -297,8 +297,10 @@ class Client:
                 for message in self._stub.WatchEvents(watch.request(), timeout=hold_s):
                     event = watch.seen(message)
                     yield event
-                    if event.kind == "phase" and self._is_done():
+                    if event.kind == "phase" and hold_s != DRAIN_S and self._is_done():
                         return
+                if hold_s == DRAIN_S:
+                    return
             except (grpc.RpcError, ValueError) as err:  # ValueError: the channel was closed
                 if self._is_closed:
                     return
@@ -434,8 +436,10 @@ class AsyncClient:
                 async for message in self._stub.WatchEvents(watch.request(), timeout=hold_s):
                     event = watch.seen(message)
                     yield event
-                    if event.kind == "phase" and await self._is_done():
+                    if event.kind == "phase" and hold_s != DRAIN_S and await self._is_done():
                         return
+                if hold_s == DRAIN_S:
+                    return
             except grpc.RpcError as err:
                 if watch.failed(_failure(err, self.address), time.monotonic(), hold_s):
                     return

@@ -29,8 +29,6 @@ from stretto.summary import Summary, summarise
 from stretto.supervisor import Notice, Outcome, Plan, Progress, Supervisor, plan
 
 POLL_S = 0.1
-LAST_EVENTS_S = 2.0
-"""For the last events to arrive once the run is done."""
 INTERRUPTED_CODE = 130
 """128 + SIGINT, as shells have it."""
 
@@ -170,7 +168,7 @@ class _Launch:
         if outcome is None or outcome.exit_code != 0:
             return None
         elapsed_s, report = time.monotonic() - self._start_s, None
-        self._monitor.wait_for_end(LAST_EVENTS_S)
+        self._monitor.wait_for_end()
         self._show(supervisor)
         try:
             with Client(self._plan.addresses["scheduler"]) as client:

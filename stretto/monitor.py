@@ -21,6 +21,8 @@ STALLED_S = 5.0
 """Without a committed step for this long, the run is asked why."""
 AWAY_S = 0.5
 """Before a scheduler that is away is tried again."""
+LAST_EVENTS_S = 2.0
+"""For the last events to arrive once the run is done."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +67,9 @@ class Monitor:
             taken.append(self._events.popleft())
         return taken
 
-    def wait_for_end(self, deadline_s: float) -> None:
-        """Until every event of a run that is done was taken in; at most `deadline_s`."""
-        self._told_end.wait(deadline_s)
+    def wait_for_end(self) -> None:
+        """Until every event of a run that is done was taken in; at most LAST_EVENTS_S."""
+        self._told_end.wait(LAST_EVENTS_S)
 
     def close(self) -> None:
         self._closed.set()

@@ -49,6 +49,8 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.left = threading.Event()
         self.is_silent = False
         """Nothing comes after the third event."""
+        self.phases: tuple[int, ...] = ()
+        """Which of the first three events are changes of phase."""
 
     def GetStatus(self, request: Any, context: Any) -> scheduler_pb2.GetStatusResponse:  # noqa: N802
         return self.status
@@ -76,7 +78,7 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         context.add_callback(self.left.set)
         first = int(request.after_id or 0)
         for i in range(first + 1, 3 if first == 0 else 4):
-            yield scheduler_pb2.WatchEventsResponse(event_id=str(i), kind="step", values={"step": i})
+            yield scheduler_pb2.WatchEventsResponse(event_id=str(i), kind="phase" if i in self.phases else "step", values={"step": i})
         if first == 0:
             context.abort(grpc.StatusCode.UNAVAILABLE, "restarting")
         while self.is_silent:
@@ -160,6 +162,13 @@ def test_a_watch_of_a_run_that_is_done_brings_the_old_events_and_ends(address: s
     scheduler.is_silent = True
     with Client(address) as client:
         assert [event.event_id for event in client.events("2")] == ["3"]
+
+
+def test_an_old_change_of_phase_does_not_end_the_watch_of_a_run_that_is_done(address: str, scheduler: Scheduler) -> None:
+    scheduler.status.phase = scheduler_pb2.RUN_PHASE_DONE
+    scheduler.phases = (1, 3)
+    with Client(address) as client:
+        assert [event.event_id for event in client.events()] == ["1", "2", "3", "4"]
 
 
 def test_leaving_a_watch_ends_it_at_the_server(address: str, scheduler: Scheduler) -> None:
