@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any, cast
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -16,8 +17,9 @@ TIMEOUT_S = 3.0
 def is_serving(target: str, service: str = "") -> bool:
     """Whether `service` ("" = the whole server) at `target` says SERVING within TIMEOUT_S."""
     with rpc.connect_blocking(target) as channel:
+        stub = cast(Any, health_pb2_grpc.HealthStub(channel))  # its methods are made at run time
         try:
-            answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=service), timeout=TIMEOUT_S)
+            answer = stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=TIMEOUT_S)
         except grpc.RpcError:
             return False
     return answer.status == health_pb2.HealthCheckResponse.SERVING

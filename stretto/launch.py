@@ -79,7 +79,9 @@ def _checked(loaded: Recipe, environ: Mapping[str, str]) -> list[preflight.Probl
 def _start_over(loaded: Recipe) -> None:
     prepare.forget(loaded.run.folder)
     if loaded.redis.url:
-        prepare.forget_keys(loaded.redis.url, loaded.run.name)
+        from stretto import store  # redis is installed only where it is needed
+
+        store.forget_run(loaded.redis.url, loaded.run.name)
 
 
 def _prepare(loaded: Recipe, interrupts: Interrupts, console: Console) -> None:

@@ -174,14 +174,3 @@ def forget(folder: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-
-
-def forget_keys(url: str, run_name: str) -> int:
-    """`--fresh` on a server that is not ours: removes the keys of that run, and no others. Returns how many."""
-    import redis
-
-    count = 0
-    with redis.Redis.from_url(url) as client:  # pyright: ignore[reportUnknownMemberType]
-        for key in client.scan_iter(match=f"stretto:{{{run_name}}}:*", count=1000):
-            count += int(client.unlink(key))  # pyright: ignore[reportArgumentType]
-    return count

@@ -199,3 +199,12 @@ async def client_config(client: redis.asyncio.Redis) -> bytes | None:
     if isinstance(answer, dict):
         return next(iter(answer.values()), None)
     return answer[1] if answer else None
+
+
+def forget_run(url: str, run_name: str) -> int:
+    """`--fresh` on a server that is not ours: removes the keys of that run, and no others. Returns how many."""
+    count = 0
+    with redis.Redis.from_url(url) as client:  # pyright: ignore[reportUnknownMemberType]
+        for key in client.scan_iter(match=f"stretto:{{{run_name}}}:*", count=1000):
+            count += int(client.unlink(key))  # pyright: ignore[reportArgumentType]
+    return count

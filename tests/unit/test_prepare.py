@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from stretto import embedded, prepare, recipe
+from stretto import prepare, recipe
 from stretto.errors import DeadlineError, NotFoundError, RefusedError, StrettoError
 from stretto.recipe import Recipe
 
@@ -66,15 +66,6 @@ def test_fresh_forgets_the_run_and_keeps_what_was_made(tmp_path: Path) -> None:
     prepare.forget(tmp_path)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model", "notes.txt"]
     assert json.loads((tmp_path / "model" / "made.json").read_text()) == {"task": "word-problems", "seed": 0}
-
-
-def test_fresh_removes_this_runs_keys_and_no_others(valkey: embedded.EmbeddedServer) -> None:
-    import redis
-
-    with redis.Redis.from_url(valkey.url) as client:
-        client.mset({"stretto:{a}:cursor": 1, "stretto:{a}:rev": 2, "stretto:{ab}:cursor": 3, "other": 4})
-        assert prepare.forget_keys(valkey.url, "a") == 2
-        assert sorted(client.keys()) == [b"other", b"stretto:{ab}:cursor"]
 
 
 def test_of_services_that_start_together_one_makes_and_the_others_wait(tmp_path: Path) -> None:
