@@ -34,7 +34,7 @@ from services.scheduler.evaluations import Evaluations, Exam
 from services.scheduler.groups import Entry, State, View, Weights
 from services.scheduler.ledger import LeaseGrant, Ledger, Opened, Reported, TrajectoryEnd, grants_of, opened_of
 from services.scheduler.sessions import RATE_S, Rate, Replica, sessions_of
-from stretto.errors import FencedError, InvalidArgumentError, NotFoundError, RefusedError, StaleError
+from stretto.errors import FencedError, InvalidArgumentError, NotFoundError, RefusedError, StaleError, StrettoError
 from stretto.recipe import Recipe
 from stretto.store import ChangedError
 from stretto.v1 import scheduler_pb2 as spb
@@ -106,6 +106,7 @@ class Controller:
         self._num_polls = 0
         self._trainer_heard_s: float | None = None
         self._moved_s = 0.0
+        self._ticked_s = clock()
         self._waiting: WaitingTrainer | None = None
         self._is_overfull = False
         self._events_seen = 0
@@ -118,6 +119,7 @@ class Controller:
         metrics.EPOCH.set(self.ledger.epoch)
         view = await self.ledger.view()
         now_s = self._clock()
+        self._ticked_s = now_s
         self.replicas = {name: Replica.of(name, rec, now_s) for name, rec in (await self.ledger.sessions()).items()}
         await self.ledger.configure(self._settings(view))
         await self.evaluations.load(view)
@@ -148,7 +150,10 @@ class Controller:
                 group.create_task(self._pump())
                 group.create_task(self._tick())
         except BaseExceptionGroup as failed:
-            raise failed.exceptions[0] from None  # the group holds it: a cause that holds its effect is a loop
+            err = failed.exceptions[0]
+            if isinstance(err, RefusedError | InvalidArgumentError) and not isinstance(err, FencedError):
+                raise StrettoError(f"the scheduler was refused by its own store: {err.message}") from None  # nobody's recipe is wrong
+            raise err from None  # the group holds it: a cause that holds its effect is a loop
 
     async def _pump(self) -> None:
         while True:
@@ -166,15 +171,25 @@ class Controller:
         """I9: end what its deadline has ended."""
         await self.ledger.check_epoch()
         async with self._turn:
-            await self._see_off()
+            self._forgive_if_deaf()
             view = await self.ledger.view()
             rules = self._rules
             sessions = sessions_of(self.replicas.values())
             lost = recovery.lost_leases(view, sessions, now_s=self._clock(), lease_s=rules.lease_s, group_deadline_s=rules.group_deadline_s)
             await self._expire(lost)
+            await self._see_off()
             metrics.observe(await self.ledger.view())
         metrics.REPLICAS.set(len(self.here()))
         metrics.COMPLETIONS_PER_S.set(self.completions.per_s(self._clock()))
+
+    def _forgive_if_deaf(self) -> None:
+        """We stood still (stopped, the store away, the machine asleep), so nobody could be heard: a full lease for everyone."""
+        now_s = self._clock()
+        before_s, self._ticked_s = self._ticked_s, now_s
+        if now_s - before_s > self._rules.lease_s / 2:
+            log.warning("stood_still", extra={"fields": {"for_s": round(now_s - before_s, 1), "replicas": len(self.here())}})
+            for replica in self.here():
+                replica.heard_s = now_s
 
     async def _expire(self, lost: Sequence[recovery.Expiry]) -> None:
         if not lost:
@@ -193,6 +208,7 @@ class Controller:
                     return await decide(await self.ledger.view())
                 except ChangedError as err:
                     log.info("decided_again", extra={"fields": {"why": err.message}})
+                    await self.evaluations.load(await self.ledger.view())  # a call that was cut off may have left old plans
             return await decide(await self.ledger.view())
 
     def _note(self) -> None:
@@ -219,6 +235,7 @@ class Controller:
         return (
             (self._is_trainer_heard(view) and (await self._admit(view) or await self._evict_ended(view)))
             or await self.evaluations.end(view)
+            or await self.evaluations.cancel_hopeless(view)
             or await self.evaluations.start(view)
             or await self._tell_phase(view)
         )
@@ -463,6 +480,9 @@ class Controller:
         if request.total_steps < 1 or request.resume_step < 0:
             raise InvalidArgumentError(f"total_steps = {request.total_steps} must be > 0, resume_step = {request.resume_step} >= 0")
         if (answer := await self.ledger.recall(op)) is not None:
+            async with self._turn:  # the first call may have been cut off before it read the plans
+                await self.evaluations.load(await self.ledger.view())
+            self._note()
             return opened_of(answer)
         opened = await self._decide(lambda view: self._reopen(view, request, op))
         fields = {"epoch": opened.epoch, "resume_step": request.resume_step, "reopened": opened.reopened}
@@ -485,7 +505,7 @@ class Controller:
             resume,
             finished=plan.finished,
             trained=plan.committed,
-            steps=[step for step in await self.ledger.steps() if step > resume],
+            steps=[step for step in await self.ledger.step_numbers() if step > resume],
             total_steps=request.total_steps,
             address=request.address,
             evaluations=redone,

@@ -130,6 +130,18 @@ class Evaluations:
         await self.load(await self._ledger.view())
         return True
 
+    async def cancel_hopeless(self, view: View) -> bool:
+        """Drop plans that nothing will begin, as the recipe changed: without a validation set, or of a version past the last."""
+        is_over = view.run.committed >= view.run.total_steps > 0
+        for plan in self.plans:
+            if not plan["started_ms"] and (self._exam is None or (is_over and plan["version"] > view.run.committed)):
+                why = "no validation set" if self._exam is None else f"the run ends at {view.run.total_steps}"
+                log.warning("evaluation_dropped", extra={"fields": {"evaluation": plan["id"], "version": plan["version"], "why": why}})
+                await self._ledger.end_evaluation(plan["id"], [])
+                await self.load(await self._ledger.view())
+                return True
+        return False
+
     async def cancel_after(self, step: int, view: View) -> None:
         """A trainer resumes at `step`: drop the automatic evaluations of later steps."""
         for plan in self.plans:

@@ -468,6 +468,11 @@ class Ledger:
         (found,) = await self._store.read(("HGETALL", self.key("steps")))
         return {int(step): tuple(item["u"] for item in json.loads(text)) for step, text in _pairs(found).items()}
 
+    async def step_numbers(self) -> list[int]:
+        """Committed steps, without their batches."""
+        (found,) = await self._store.read(("HKEYS", self.key("steps")))
+        return [int(step) for step in found]
+
     async def events_after(self, after_id: str, count: int = 200) -> list[Event]:
         """The next events after `after_id` ("0-0" = from the oldest kept)."""
         (found,) = await self._store.read(("XRANGE", self.key("events"), f"({after_id}", "+", "COUNT", count))

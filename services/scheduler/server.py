@@ -127,6 +127,7 @@ class SchedulerServicer(SchedulerServiceServicer):
 
     @_timed
     async def GetEvaluation(self, request: spb.GetEvaluationRequest, context: Any) -> spb.GetEvaluationResponse:  # noqa: N802
+        _at_least("wait_s", request.wait_s, 0)
         result = await self._controller.get_evaluation(request.evaluation_id, request.wait_s)
         return spb.GetEvaluationResponse(done=result is not None, evaluation=result)
 
@@ -207,9 +208,8 @@ def _end(trajectory: pb.Trajectory) -> TrajectoryEnd:
             "ReturnLeases"
         )
     _at_least("index", trajectory.index, 0)
-    if trajectory.finish_reason != pb.FINISH_REASON_FAILED and not math.isfinite(trajectory.reward):
-        trajectory.error = f"reward is {trajectory.reward}"
-        trajectory.finish_reason = pb.FINISH_REASON_FAILED
+    if trajectory.finish_reason != pb.FINISH_REASON_FAILED and (flaw := _flaw(trajectory)):
+        trajectory.error, trajectory.finish_reason = flaw, pb.FINISH_REASON_FAILED
     failed = trajectory.finish_reason == pb.FINISH_REASON_FAILED
     return TrajectoryEnd(
         index=trajectory.index,
@@ -217,6 +217,17 @@ def _end(trajectory: pb.Trajectory) -> TrajectoryEnd:
         error=(trajectory.error or "session failed")[:500] if failed else "",
         blob=trajectory.SerializeToString(),
     )
+
+
+def _flaw(trajectory: pb.Trajectory) -> str:
+    """Why an answer must not be kept: the trainer could not read its group, not now and not after a restart. Empty: it may."""
+    if not math.isfinite(trajectory.reward):
+        return f"reward is {trajectory.reward}"
+    num_spanned = sum(span.num_tokens for span in trajectory.spans)
+    if not len(trajectory.token_ids) == len(trajectory.logprobs) == 4 * num_spanned:
+        sizes = f"{len(trajectory.token_ids)} bytes of tokens, {len(trajectory.logprobs)} of log-probs, spans of {num_spanned} tokens"
+        return f"{sizes}: the three must agree at 4 bytes a token"
+    return ""
 
 
 def _event(event: Event) -> spb.WatchEventsResponse:

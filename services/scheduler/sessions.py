@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -70,7 +71,8 @@ class Replica:
         self.state, self.held, self.address = request.state, held, request.address
         self.slots, self.running_sequences = request.slots, request.running_sequences
         self.generated_tokens, self.busy_share = request.generated_tokens, request.busy_share
-        self.num_weight_updates, self.update_stall_ms = request.num_weight_updates, request.update_stall_ms
+        self.num_weight_updates = request.num_weight_updates
+        self.update_stall_ms = request.update_stall_ms if math.isfinite(request.update_stall_ms) else 0.0  # Lua's JSON has no NaN
         self.heard_s = now_s
         if not changed and now_s - self.saved_s < SAVE_S:
             return False
