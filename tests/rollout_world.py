@@ -64,6 +64,7 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.returned: dict[str, pb.ReturnedLease] = {}
         self.return_reasons: list[str] = []
         self.heartbeats: list[pb.HeartbeatRequest] = []
+        self.interval_s = 0.02
         self.lost: set[str] = set()
         self.directives: list[pb.Directive] = []
         self.epoch = 0
@@ -116,7 +117,7 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         directives, self.directives = self.directives, []
         lost = [uid for uid in request.lease_uids if uid in self.lost]
         return pb.HeartbeatResponse(
-            replica_epoch=request.replica_epoch or self.epoch, interval_s=0.02, directives=directives, lost_uids=lost
+            replica_epoch=request.replica_epoch or self.epoch, interval_s=self.interval_s, directives=directives, lost_uids=lost
         )
 
     def finished(self, uid: str, n: int = GROUP) -> bool:

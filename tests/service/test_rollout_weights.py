@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -190,6 +192,23 @@ async def test_a_heartbeat_tells_how_many_updates_and_how_long_the_engine_stood_
         await until(lambda: any(h.num_weight_updates == 2 for h in w.scheduler.heartbeats))
         assert 0 < w.scheduler.heartbeats[-1].update_stall_ms < 1000
         assert (w.scheduler.heartbeats[-1].held.trainer_epoch, w.scheduler.heartbeats[-1].held.version) == (1, 1)
+
+
+async def test_an_update_neither_beats_at_once_nor_ends_an_open_poll_before_it_is_loaded() -> None:
+    async with replica() as w:
+        w.worker.settings = replace(w.worker.settings, poll_s=30.0)
+        w.scheduler.interval_s = 30.0
+        w.scheduler.offer(lease("d0"))
+        await until(lambda: w.scheduler.finished("d0"))
+        polls, beats = len(w.scheduler.polls), len(w.scheduler.heartbeats)
+        w.source.may_fetch.clear()
+        w.source.publish(1, 1)
+        await until(lambda: w.worker.follower.is_updating)
+        assert len(w.scheduler.polls) <= polls + 1  # the one that follows the answer before
+        w.source.may_fetch.set()
+        await until(lambda: w.scheduler.polls[-1].held.version == 1)
+        assert [poll.held.version for poll in w.scheduler.polls[polls:]].count(0) <= 1
+        assert len(w.scheduler.heartbeats) <= beats + 1  # one that was due when the interval was changed
 
 
 def test_array_views_become_tensors_over_the_same_bytes() -> None:
