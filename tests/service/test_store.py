@@ -1,4 +1,4 @@
-"""The store's client against a real server that stalls."""
+"""The store's client against a real server: stalls, and forgetting a run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import redis
 
 from stretto import embedded
 from stretto.errors import UnavailableError
-from stretto.store import Store
+from stretto.store import Store, forget_run
 
 
 async def test_a_stalled_command_is_repeated_and_its_late_answer_is_never_read_as_the_next_ones(valkey: embedded.EmbeddedServer) -> None:
@@ -31,3 +31,10 @@ async def test_a_server_that_stays_stalled_is_named_after_the_outage(valkey: emb
         with pytest.raises(UnavailableError, match=r"did not answer read for 0\.2 s: TimeoutError"):
             await store.read(("GET", "a"))
     await store.close()
+
+
+def test_fresh_removes_this_runs_keys_and_no_others(valkey: embedded.EmbeddedServer) -> None:
+    with redis.Redis.from_url(valkey.url) as client:
+        client.mset({"stretto:{a}:cursor": 1, "stretto:{a}:rev": 2, "stretto:{ab}:cursor": 3, "other": 4})
+        assert forget_run(valkey.url, "a") == 2
+        assert sorted(client.keys()) == [b"other", b"stretto:{ab}:cursor"]
