@@ -93,10 +93,13 @@ def _available_bytes() -> int:
     return 0
 
 
-def check(recipe: Recipe, machine: Machine, redis_program: str | None = None) -> list[Problem]:
-    """All problems of a local run of `recipe`; errors first. `redis_program`: $STRETTO_REDIS_SERVER."""
+def check(recipe: Recipe, machine: Machine, redis_program: str | None = None, *, runs_here: bool = True) -> list[Problem]:
+    """All problems of a local run of `recipe`; errors first. `redis_program`: $STRETTO_REDIS_SERVER.
+
+    `runs_here`: False where the recipe may be meant for another machine: a package that is missing on this one is only a warning.
+    """
     checks: list[Callable[[Recipe], Iterator[Problem]]] = [
-        packages,
+        lambda _: packages(is_warning=not runs_here),
         folder,
         model,
         data,
@@ -111,11 +114,20 @@ def check(recipe: Recipe, machine: Machine, redis_program: str | None = None) ->
     return sorted(found, key=lambda p: p.is_warning)
 
 
-def packages(recipe: Recipe) -> Iterator[Problem]:
-    missing = {service: [p for p in names if importlib.util.find_spec(p) is None] for service, names in PACKAGES.items()}
+def packages(*, is_warning: bool = False) -> Iterator[Problem]:
+    missing = {service: [p for p in names if not is_installed(p)] for service, names in PACKAGES.items()}
     for service, names in missing.items():
         if names:
-            yield Problem(f"services.{service}", "", f"its packages {', '.join(names)} are not installed", "pip install 'stretto[all]'")
+            rule = f"its packages {', '.join(names)} are not installed"
+            yield Problem(f"services.{service}", "", rule, "pip install 'stretto[all]'", is_warning)
+
+
+def is_installed(package: str) -> bool:
+    """Whether `package` can be found; it is not imported. A finder that forbids it counts as absent."""
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def folder(recipe: Recipe) -> Iterator[Problem]:
@@ -138,7 +150,7 @@ def model(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("model.path", name, "there is no such folder", _beside(path, "give a Hugging Face model folder"))
         return
     try:
-        json.loads((path / "config.json").read_text())
+        yield from _positions(recipe, json.loads((path / "config.json").read_text()))
     except OSError:
         yield Problem("model.path", name, "it has no readable config.json", "give a Hugging Face model folder (save_pretrained)")
     except ValueError as err:
@@ -147,6 +159,21 @@ def model(recipe: Recipe) -> Iterator[Problem]:
         yield Problem("model.path", name, "it has no tokenizer files", "save the tokenizer there too (tokenizer.save_pretrained)")
     if not any(f for pattern in WEIGHT_FILES for f in path.glob(pattern)):
         yield Problem("model.path", name, "it has no weights (*.safetensors)", "download or save the model again")
+
+
+def _positions(recipe: Recipe, config: Mapping[str, Any]) -> Iterator[Problem]:
+    """Where prompt and answer need more positions than the model has, every attempt fails."""
+    given: Any = config.get("text_config")
+    most: Any = (cast(Mapping[str, Any], given) if isinstance(given, Mapping) else config).get("max_position_embeddings")
+    prompt, answer = recipe.data.max_prompt_tokens, recipe.sampling.max_new_tokens
+    if not isinstance(most, int) or prompt + answer <= most:
+        return
+    rule = f"max_prompt_tokens {prompt} + max_new_tokens {answer} = {prompt + answer} positions; {recipe.model.path} has {most}"
+    if answer >= most:
+        yield Problem("sampling.max_new_tokens", str(answer), f"{rule}, so no prompt fits", f"use at most {most - 1}")
+    else:
+        advice = f"set it to {most - answer}: longer prompts fail at every attempt instead of being skipped"
+        yield Problem("data.max_prompt_tokens", str(prompt), rule, advice, is_warning=True)
 
 
 def data(recipe: Recipe) -> Iterator[Problem]:
@@ -226,7 +253,9 @@ def reward(recipe: Recipe) -> Iterator[Problem]:
         return
     if done.returncode != 0:
         said = (done.stderr.strip().splitlines() or ["no message"])[-1].removeprefix(f"reward.function = {name!r}").strip(" :;,")
-        yield Problem("reward.function", name, said, "it must be importable from the working directory")
+        rule, meant, near = said.partition("; did you mean ")
+        advice = f"did you mean {near}" if meant else "it must be importable from the working directory"
+        yield Problem("reward.function", name, rule, advice)
 
 
 def ports(recipe: Recipe) -> Iterator[Problem]:
@@ -307,6 +336,8 @@ def redis(recipe: Recipe, program: str | None) -> Iterator[Problem]:
         except NotFoundError as err:
             yield Problem("redis.url", "''", err.message, "see above")
         return
+    if not is_installed("redis"):
+        return  # `packages` says so
     import redis as client
 
     shown = recipe.redis.url.rpartition("@")[2]  # never the password

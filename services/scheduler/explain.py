@@ -62,6 +62,7 @@ def explain(view: View, facts: Facts) -> list[str]:
     reasons += _trainer(view, facts)
     if facts.sample_reason:
         reasons.append("; ".join([facts.sample_reason, *_blockers(view, facts)]))
+    reasons += _failures(view)
     reasons += _replicas(view, facts)
     if facts.evaluation:
         reasons.append(facts.evaluation)
@@ -103,6 +104,16 @@ def _blockers(view: View, facts: Facts) -> list[str]:
     if idle := [e for e in entries if e.state is State.PENDING]:
         lines.append(f"{len(idle)} wait for a replica (oldest {_name(idle[0])})")
     return lines
+
+
+def _failures(view: View) -> list[str]:
+    """A reward that always raises, say, evicts and refills for ever: nothing else says why no batch fills."""
+    failing = [e for e in view.training() if e.reason and e.state in (State.PENDING, State.RUNNING, State.FAILED)]
+    if not failing:
+        return []
+    newest = max(failing, key=lambda e: e.granted_ms)
+    given_up = f", {view.run.num_failed} have failed for good" if view.run.num_failed else ""
+    return [f"{len(failing)} prompts are tried again{given_up}: {newest.uid}: {newest.reason}"]
 
 
 def _name(entry: Entry) -> str:

@@ -112,3 +112,11 @@ async def test_an_answer_whose_parts_do_not_fit_counts_as_failed_and_never_reach
         await replica.report(ends)
         status = await world.status()
         assert (status.num_reissued, status.occupancy.finished) == (1, 0)
+
+
+async def test_why_names_what_makes_attempts_fail(valkey: Valkey) -> None:
+    async with ring(valkey.url, recipe_of()) as (world, _, replica):
+        await replica.poll(2)
+        await replica.report(replica.ends("d1", fails=True))
+        (reason,) = [r for r in await world.controller.explain() if "tried again" in r]
+        assert reason == "1 prompts are tried again: d1: it broke"

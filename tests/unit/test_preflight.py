@@ -68,6 +68,20 @@ def test_a_data_file_that_cannot_be_used_is_named_to_the_line(tree: dict[str, An
     assert rule in found(tree)[0].rule
 
 
+@pytest.mark.parametrize(
+    ("positions", "key", "is_warning"), [(256, "sampling.max_new_tokens", False), (1279, "data.max_prompt_tokens", True)]
+)
+def test_an_answer_that_the_model_has_no_positions_for_is_said_at_start(
+    tree: dict[str, Any], tmp_path: Path, positions: int, key: str, is_warning: bool
+) -> None:
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"max_position_embeddings": positions}))
+    (problem,) = found(tree)
+    assert (problem.key, problem.is_warning) == (key, is_warning)
+    assert f"= 1280 positions; {tmp_path / 'model'} has {positions}" in problem.rule
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"text_config": {"max_position_embeddings": 1280}}))
+    assert found(tree) == []
+
+
 def test_parquet_is_read_too(tree: dict[str, Any], tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
