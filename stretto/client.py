@@ -58,6 +58,8 @@ OUTAGE_S = 60.0
 """How long a watch waits for a scheduler that restarts."""
 REDIAL_S = 0.25
 """Between two tries to open a watch again."""
+DONE = "DONE"
+"""Text of the event of the last change of phase."""
 
 _SCHEDULER = "stretto.v1.SchedulerService"
 _IDEMPOTENT = [
@@ -297,7 +299,7 @@ class Client:
                 for message in self._stub.WatchEvents(watch.request(), timeout=hold_s):
                     event = watch.seen(message)
                     yield event
-                    if event.kind == "phase" and hold_s != DRAIN_S and self._is_done():
+                    if event.kind == "phase" and hold_s != DRAIN_S and self._is_done(event):
                         return
                 if hold_s == DRAIN_S:
                     return
@@ -319,12 +321,12 @@ class Client:
         except (UnavailableError, DeadlineError):
             return STREAM_S  # the watch itself meets the outage
 
-    def _is_done(self) -> bool:
+    def _is_done(self, event: Event) -> bool:
         """Asked when the phase changed: that event may be an old one, from before the run was given more steps."""
         try:
             return self.status().is_done
-        except UnavailableError:
-            return True  # a run that is done takes its scheduler with it
+        except (UnavailableError, DeadlineError):
+            return event.text == DONE  # a run that is done takes its scheduler with it
 
     def start_evaluation(self, version: int | None = None, max_prompts: int = 0) -> str:
         """Begin a validation of `version` (None: the newest) on the first `max_prompts` held-out prompts (0: all). Its id."""
@@ -436,7 +438,7 @@ class AsyncClient:
                 async for message in self._stub.WatchEvents(watch.request(), timeout=hold_s):
                     event = watch.seen(message)
                     yield event
-                    if event.kind == "phase" and hold_s != DRAIN_S and await self._is_done():
+                    if event.kind == "phase" and hold_s != DRAIN_S and await self._is_done(event):
                         return
                 if hold_s == DRAIN_S:
                     return
@@ -452,12 +454,12 @@ class AsyncClient:
         except (UnavailableError, DeadlineError):
             return STREAM_S
 
-    async def _is_done(self) -> bool:
+    async def _is_done(self, event: Event) -> bool:
         """As Client._is_done."""
         try:
             return (await self.status()).is_done
-        except UnavailableError:
-            return True
+        except (UnavailableError, DeadlineError):
+            return event.text == DONE
 
     async def start_evaluation(self, version: int | None = None, max_prompts: int = 0) -> str:
         """As Client.start_evaluation."""

@@ -51,8 +51,14 @@ class Scheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         """Nothing comes after the third event."""
         self.phases: tuple[int, ...] = ()
         """Which of the first three events are changes of phase."""
+        self.num_asked = 0
+        self.is_away_at = range(0)
+        """Which GetStatus calls find nobody."""
 
     def GetStatus(self, request: Any, context: Any) -> scheduler_pb2.GetStatusResponse:  # noqa: N802
+        self.num_asked += 1
+        if self.num_asked - 1 in self.is_away_at:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "killed")
         return self.status
 
     def SubmitPrompts(self, request: Any, context: Any) -> scheduler_pb2.SubmitPromptsResponse:  # noqa: N802
@@ -167,6 +173,12 @@ def test_a_watch_of_a_run_that_is_done_brings_the_old_events_and_ends(address: s
 def test_an_old_change_of_phase_does_not_end_the_watch_of_a_run_that_is_done(address: str, scheduler: Scheduler) -> None:
     scheduler.status.phase = scheduler_pb2.RUN_PHASE_DONE
     scheduler.phases = (1, 3)
+    with Client(address) as client:
+        assert [event.event_id for event in client.events()] == ["1", "2", "3", "4"]
+
+
+def test_a_scheduler_that_dies_behind_a_change_of_phase_does_not_end_the_watch(address: str, scheduler: Scheduler) -> None:
+    scheduler.phases, scheduler.is_away_at = (1,), range(1, 6)  # the call behind event 1 and all its repeats
     with Client(address) as client:
         assert [event.event_id for event in client.events()] == ["1", "2", "3", "4"]
 
