@@ -182,7 +182,7 @@ class _Launch:
     def _stop(self, supervisor: Supervisor, outcome: Outcome | None) -> None:
         if outcome is None:
             self._console.print("stopping: the trainer first, then the others; again to kill at once")
-        asked = self._interrupts.count
+        asked = min(self._interrupts.count, 1)  # a second one that came while we left the screen counts
         supervisor.stop(lambda: self._interrupts.count > asked)
 
     def _report(self, outcome: Outcome | None, summary: Summary | None) -> int:

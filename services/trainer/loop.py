@@ -247,7 +247,7 @@ class Loop:
             log.info("final_model", extra={"fields": {"path": str(final)}})
         self._status.enter("done")
         self._wait_done()
-        for line in self._lines:
+        for line in list(self._lines):  # a copy: the feed may still bring the line of an evaluation
             line.result()
 
     # ---------------------------------------------------------------------------------------------------- parts of a step

@@ -33,6 +33,8 @@ SOCKET_PATH_BYTES_MAX = 100
 """sun_path holds 108 bytes on Linux, 104 elsewhere; a few are for the temporary name."""
 HANDOVER_S = 5.0
 """A client that connects but does not send its token in this time is dropped."""
+ACCEPT_AGAIN_S = 0.2
+"""After a connection could not be taken."""
 TOKEN_BYTES = 16
 
 
@@ -122,7 +124,12 @@ class Shm:
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            client, _ = await loop.sock_accept(listener)
+            try:
+                client, _ = await loop.sock_accept(listener)
+            except OSError as err:  # no descriptor left, or the client left first: the next one must still be heard
+                log.warning("handover_failed", extra={"fields": {"error": str(err)}})
+                await asyncio.sleep(ACCEPT_AGAIN_S)
+                continue
             client.setblocking(False)
             self._spawn(self._hand_over(client))
 
