@@ -17,15 +17,18 @@ import difflib
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from stretto.errors import RecipeError
 
 ENV_PREFIX = "STRETTO_"
 TASKS = ("word-problems",)
 """Tasks that `make = …` can generate, with their data and their warm-started model."""
+
+Made = Annotated[str | None, BeforeValidator(lambda given: given or None)]
+"""Name of a task. "" is none: so an override can take back what a recipe asks for."""
 
 
 class _Section(BaseModel):
@@ -52,7 +55,7 @@ class Model(_Section):
 
     path: Path | None = None
     """Folder of a Hugging Face causal LM with tokenizer; default <run.folder>/model when `make` is set."""
-    make: str | None = None
+    make: Made = None
     """Task whose tiny warm-started model is made on the spot (cached in the run folder)."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision of rollout weights; the trainer keeps float32 masters."""
@@ -65,7 +68,7 @@ class Data(_Section):
     """JSONL or Parquet file; default <run.folder>/data/train.jsonl when `make` is set."""
     validation: Path | None = None
     """Held-out file; without one there is no validation."""
-    make: str | None = None
+    make: Made = None
     """Task whose data is generated on the spot."""
     prompt_column: str = "prompt"
     """Text, or a list of {"role", "content"} messages."""
@@ -332,7 +335,7 @@ def _sources(r: Recipe) -> Iterator[str]:
         if made is None and given is None:
             yield f"{section}.{what} or {section}.make must be set"
         if made is not None and given is not None:
-            yield f"{section}.make = {made!r} and {section}.{what} = '{given}': set one"
+            yield f"{section}.make = {made!r} and {section}.{what} = '{given}': set one ({section}.make= on the command line takes it back)"
         if made is not None and made not in TASKS:
             yield f"{section}.make = {made!r} is not one of {list(TASKS)}{_nearest(made, TASKS)}"
 

@@ -26,6 +26,12 @@ def test_the_command_line_goes_before_the_environment_before_the_file(toml: Path
     assert (loaded.trainer.steps, loaded.trainer.schedule, loaded.trainer.learning_rate) == (9, "cosine", 2e-4)
 
 
+def test_an_override_can_take_back_what_the_recipe_makes(toml: Path) -> None:
+    assert recipe.load(toml, ["data.make=", "data.train=own.jsonl"]).train_path == Path("own.jsonl")
+    with pytest.raises(RecipeError, match="data.make= on the command line takes it back"):
+        recipe.load(toml, ["data.train=own.jsonl"])
+
+
 # C30: a setting that does not exist is refused with its nearest neighbour.
 @pytest.mark.parametrize(
     ("override", "message"),
