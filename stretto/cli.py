@@ -99,7 +99,7 @@ def validate(recipe: RecipePath, overrides: Overrides = None) -> None:
     from stretto.recipe import load
 
     loaded, machine = load(recipe, overrides or [], os.environ), preflight.Machine.here()
-    problems = preflight.check(loaded, machine, os.environ.get("STRETTO_REDIS_SERVER"))
+    problems = preflight.check(loaded, machine, os.environ.get("STRETTO_REDIS_SERVER"), runs_here=False)
     preflight.refuse(problems)
     for problem in problems:
         _say(f"warning: {problem}")
