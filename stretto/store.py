@@ -40,6 +40,8 @@ from stretto.errors import FencedError, FullError, InvalidArgumentError, Refused
 log = logging.getLogger("stretto.store")
 T = TypeVar("T")
 
+CONNECTIONS_MAX = 64
+"""Commands on their way at once."""
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.02, 1.0
 """Delays between repeats: doubling, with jitter in [0.5, 1]."""
 _AWAY = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, OSError)
@@ -79,6 +81,8 @@ class Store:
 
     def __init__(self, client: redis.asyncio.Redis, where: str, timeout_s: float, outage_s: float) -> None:
         self._client, self._where, self._timeout_s, self._outage_s = client, where, timeout_s, outage_s
+        self._room = asyncio.Semaphore(CONNECTIONS_MAX)
+        """redis-py calls it an outage when all connections are busy; here the command waits for one."""
         self.away_since_s: float | None = None
         """time.monotonic() when the server went away; None while it answers."""
 
@@ -92,7 +96,7 @@ class Store:
                 socket_timeout=None,  # `_repeat` times the whole command instead: redis-py's own would make a task of every send
                 socket_connect_timeout=timeout_s,
                 decode_responses=False,
-                max_connections=64,
+                max_connections=CONNECTIONS_MAX,
             )
         except ValueError as err:
             raise InvalidArgumentError(f"redis.url: {err}") from None
@@ -156,7 +160,7 @@ class Store:
         delay_s, began_s = BACKOFF_FIRST_S, time.monotonic()
         while True:
             try:
-                async with asyncio.timeout(self._timeout_s):  # redis-py closes a connection whose command is cancelled
+                async with self._room, asyncio.timeout(self._timeout_s):  # redis-py closes a connection whose command is cancelled
                     answer = await once()
             except (RedisError, OSError) as err:
                 if (failure := self._failure(err, what)) is not None:

@@ -9,7 +9,7 @@ import redis
 
 from stretto import embedded
 from stretto.errors import UnavailableError
-from stretto.store import Store, forget_run
+from stretto.store import CONNECTIONS_MAX, Store, forget_run
 
 
 async def test_a_stalled_command_is_repeated_and_its_late_answer_is_never_read_as_the_next_ones(valkey: embedded.EmbeddedServer) -> None:
@@ -30,6 +30,15 @@ async def test_a_server_that_stays_stalled_is_named_after_the_outage(valkey: emb
         other.execute_command("CLIENT", "PAUSE", "1500", "ALL")
         with pytest.raises(UnavailableError, match=r"did not answer read for 0\.2 s: TimeoutError"):
             await store.read(("GET", "a"))
+    await store.close()
+
+
+async def test_more_commands_at_once_than_connections_are_no_outage(
+    valkey: embedded.EmbeddedServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = await Store.open(valkey.url)
+    assert await asyncio.gather(*(store.read(("GET", "c")) for _ in range(3 * CONNECTIONS_MAX))) == [[None]] * 3 * CONNECTIONS_MAX
+    assert "store_away" not in caplog.messages
     await store.close()
 
 
