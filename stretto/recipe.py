@@ -404,7 +404,9 @@ def _set(tree: dict[str, Any], dotted: str, text: str, where: str) -> None:
         value = tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
         value = text  # a bare word is a string: trainer.schedule=cosine
-    tree.setdefault(parts[0], {})[parts[1]] = value
+    section = tree.setdefault(parts[0], {})
+    if isinstance(section, dict):  # else the recipe itself is wrong there, and is told so when it is built
+        section[parts[1]] = value
 
 
 def build(tree: Mapping[str, Any]) -> Recipe:

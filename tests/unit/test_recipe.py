@@ -28,7 +28,7 @@ def test_the_command_line_goes_before_the_environment_before_the_file(toml: Path
 
 def test_an_override_can_take_back_what_the_recipe_makes(toml: Path) -> None:
     assert recipe.load(toml, ["data.make=", "data.train=own.jsonl"]).train_path == Path("own.jsonl")
-    with pytest.raises(RecipeError, match="data.make= on the command line takes it back"):
+    with pytest.raises(RecipeError, match=r"data.make= on the command line takes it back"):
         recipe.load(toml, ["data.train=own.jsonl"])
 
 
@@ -93,6 +93,9 @@ def test_a_file_that_is_missing_or_no_toml_is_said_so(tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text("[run\n")
     with pytest.raises(RecipeError, match="not TOML"):
         recipe.load(tmp_path / "bad.toml")
+    (tmp_path / "flat.toml").write_text("run = 3\n")
+    with pytest.raises(RecipeError, match=r"run = 3: .*dictionary"):
+        recipe.load(tmp_path / "flat.toml", ["run.name=x"])
 
 
 def test_every_recipe_in_the_repository_is_valid() -> None:
