@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import socket
+import sys
 
 from stretto import rpc
 from stretto.errors import UnavailableError
@@ -47,11 +48,40 @@ def is_free(host: str, port: int) -> bool:
     return True
 
 
-def free_port(host: str = "127.0.0.1", taken: frozenset[int] = frozenset()) -> int:
-    """A port that is free now and not in `taken`. Nothing holds it: the caller's server may still lose a race."""
+def free_port(host: str = "127.0.0.1", claims: Claims | None = None) -> int:
+    """A port that is free now. Only one taken into `claims` stays so: else the caller's server may still lose a race."""
     candidates = random.Random()  # the run's seed must not make two runs choose alike
     for _ in range(200):
         port = candidates.choice(PORTS)
-        if port not in taken and is_free(host, port):
+        if is_free(host, port) and (claims is None or claims.take(port)):
             return port
     raise UnavailableError(f"no free port on {host} in {PORTS.start}-{PORTS.stop - 1} after 200 tries")
+
+
+class Claims:
+    """Ports that a run has given to its processes, which listen only seconds later, or again after a crash.
+
+    Until they are closed, or this process ends, no other run on this machine (on Linux) chooses them.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[int, socket.socket] = {}
+
+    def take(self, port: int) -> bool:
+        """False when this or another run has it."""
+        if port in self._held:
+            return False
+        claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        if sys.platform == "linux":  # an abstract address: in the same namespace as ports, gone with its holder
+            try:
+                claim.bind(f"\0stretto-port-{port}")
+            except OSError:
+                claim.close()
+                return False
+        self._held[port] = claim
+        return True
+
+    def close(self) -> None:
+        for claim in self._held.values():
+            claim.close()
+        self._held.clear()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from stretto import plot, preflight, prepare, process, recipe, runs
+from stretto import endpoints, plot, preflight, prepare, process, recipe, runs
 from stretto.client import Client
 from stretto.errors import StrettoError
 from stretto.monitor import Monitor
@@ -56,17 +56,19 @@ def run(config: Path, overrides: Sequence[str], environ: Mapping[str, str], *, i
     folder = loaded.run.folder
     for problem in _checked(loaded, environ):
         console.print(f"[yellow]warning[/] {problem}", highlight=False, soft_wrap=True)
+    claims = endpoints.Claims()
+    made = plan(loaded, config, overrides, claims)
     lock = runs.Lock(folder)
     try:
         if is_fresh:
             _start_over(loaded)
         _prepare(loaded, interrupts, console)
-        made = plan(loaded, config, overrides)
         return _Launch(loaded, config, made, lock, interrupts, console, is_headless).run(environ)
     except StoppedError:
         console.print("stopped before the start")
         return INTERRUPTED_CODE
     finally:
+        claims.close()
         lock.release()
 
 

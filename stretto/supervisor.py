@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Literal
 
 from stretto import embedded, endpoints, process, restarts, runs
-from stretto.errors import StrettoError
+from stretto.errors import RecipeError, StrettoError
 from stretto.logfile import LogFile
 from stretto.recipe import Recipe
 from stretto.rpc import split_address
@@ -108,11 +108,13 @@ class Plan:
     """None: the recipe names its own server."""
 
 
-def plan(recipe: Recipe, config: Path | None, overrides: Sequence[str]) -> Plan:
-    """Choose ports and commands. `config` and `overrides` are those that `recipe` was loaded from."""
-    taken: set[int] = set()
-    redis_port = None if recipe.redis.url else _choose("127.0.0.1", 0, taken)
-    ports = _Ports(recipe, taken)
+def plan(recipe: Recipe, config: Path | None, overrides: Sequence[str], claims: endpoints.Claims) -> Plan:
+    """Choose ports, into `claims`, and commands. `config` and `overrides` are those that `recipe` was loaded from.
+
+    Raises RecipeError for a port that the recipe names and another run, or another setting, has.
+    """
+    ports = _Ports(recipe, claims)
+    redis_port = None if recipe.redis.url else endpoints.free_port(claims=claims)
     addresses: dict[str, str] = {} if redis_port is None else {"redis": f"127.0.0.1:{redis_port}"}
     sets: dict[str, list[str]] = {}
     names = ["scheduler", "weightsync", "trainer", *(f"rollout-{i}" for i in range(recipe.rollout.replicas))]
@@ -143,24 +145,20 @@ def _env(recipe: Recipe, kind: str) -> dict[str, str]:
 class _Ports:
     """Listen addresses of the recipe with every 0, and every default that is taken, made a free port."""
 
-    def __init__(self, recipe: Recipe, taken: set[int]) -> None:
-        self._recipe, self._taken = recipe, taken
+    def __init__(self, recipe: Recipe, claims: endpoints.Claims) -> None:
+        self._recipe, self._claims = recipe, claims
 
     def take(self, kind: str, key: str, number: int) -> str:
         """The `number`-th replica of a service listens `number` ports above the one the recipe names."""
         section = getattr(self._recipe, kind)
         host, port = split_address(getattr(section, key), f"{kind}.{key}")
-        is_own_choice = key in section.model_fields_set
         wanted = port + number if port else 0
-        if wanted and not is_own_choice and (wanted in self._taken or not endpoints.is_free(host, wanted)):
-            wanted = 0
-        return f"{host}:{_choose(host, wanted, self._taken)}"
-
-
-def _choose(host: str, port: int, taken: set[int]) -> int:
-    chosen = port or endpoints.free_port(host, frozenset(taken))
-    taken.add(chosen)
-    return chosen
+        if wanted and (key in section.model_fields_set or endpoints.is_free(host, wanted)) and self._claims.take(wanted):
+            return f"{host}:{wanted}"
+        if wanted and key in section.model_fields_set:
+            taken = f"port {wanted} belongs to another run on this machine or to another setting"
+            raise RecipeError(f"{kind}.{key} = {getattr(section, key)!r}: {taken}; use port 0 for any free one")
+        return f"{host}:{endpoints.free_port(host, self._claims)}"
 
 
 def _dialled(listen: str) -> str:

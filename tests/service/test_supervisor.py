@@ -15,7 +15,7 @@ import pytest
 import redis
 
 from stretto import endpoints, process, recipe, runs
-from stretto.errors import RefusedError
+from stretto.errors import RecipeError, RefusedError
 from stretto.supervisor import Notice, Outcome, Plan, Progress, Service, Supervisor, plan
 
 SLEEPER = """
@@ -183,9 +183,16 @@ def test_a_killed_redis_comes_back_on_its_port_with_its_data(make: Callable[...,
         assert client.get("k") == b"v"
 
 
-def test_the_plan_gives_every_process_its_own_free_port_and_all_the_same_peers() -> None:
+@pytest.fixture
+def claims() -> Iterator[endpoints.Claims]:
+    taken = endpoints.Claims()
+    yield taken
+    taken.close()
+
+
+def test_the_plan_gives_every_process_its_own_free_port_and_all_the_same_peers(claims: endpoints.Claims) -> None:
     parsed = recipe.load("recipes/word-problems.toml", ["rollout.replicas=2"])
-    made = plan(parsed, Path("recipes/word-problems.toml"), ["rollout.replicas=2"])
+    made = plan(parsed, Path("recipes/word-problems.toml"), ["rollout.replicas=2"], claims)
     assert [s.name for s in made.services] == ["scheduler", "weightsync", "trainer", "rollout-0", "rollout-1"]
     assert len(set(made.addresses.values())) == len(made.addresses) == 11
     for service in made.services:
@@ -193,7 +200,19 @@ def test_the_plan_gives_every_process_its_own_free_port_and_all_the_same_peers()
         assert service.env["OMP_NUM_THREADS"] == "1"
 
 
-def test_a_port_that_a_recipe_names_is_kept() -> None:
+def test_a_port_that_a_recipe_names_is_kept(claims: endpoints.Claims) -> None:
     port = endpoints.free_port()
     parsed = recipe.load("recipes/word-problems.toml", [f"scheduler.listen=127.0.0.1:{port}"])
-    assert plan(parsed, None, []).addresses["scheduler"] == f"127.0.0.1:{port}"
+    assert plan(parsed, None, [], claims).addresses["scheduler"] == f"127.0.0.1:{port}"
+    with pytest.raises(RecipeError, match=f"scheduler.listen = '127.0.0.1:{port}': port {port} belongs to another run"):
+        plan(parsed, None, [], endpoints.Claims())
+
+
+def test_two_runs_that_start_at_once_share_no_port(claims: endpoints.Claims) -> None:
+    """Neither has a process that listens yet."""
+    others = endpoints.Claims()
+    parsed = recipe.load("recipes/word-problems.toml")
+    here, there = plan(parsed, None, [], claims), plan(parsed, None, [], others)
+    others.close()
+    assert not {*here.addresses.values()} & {*there.addresses.values()}
+    assert claims.take(int(there.addresses["scheduler"].rpartition(":")[2])), "free again once its run has ended"
