@@ -22,7 +22,7 @@ import grpc
 import grpc.aio
 
 from stretto import errors
-from stretto.errors import DeadlineError, InvalidArgumentError, RefusedError, StrettoError, UnavailableError
+from stretto.errors import DeadlineError, InvalidArgumentError, StrettoError, UnavailableError
 
 log = logging.getLogger("stretto.rpc")
 T = TypeVar("T")
@@ -148,7 +148,7 @@ async def serve(
 ) -> Server:
     """Start a server on "host:port" (port 0 = any) with the servicers that `register` adds.
 
-    `services` are full names ("stretto.v1.RolloutService") for health and reflection. Raises RefusedError when the
+    `services` are full names ("stretto.v1.RolloutService") for health and reflection. Raises UnavailableError when the
     port is taken: SO_REUSEPORT is off, so two servers never share one silently.
     """
     from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -174,7 +174,7 @@ async def serve(
     try:
         port = server.add_insecure_port(listen)
     except RuntimeError as err:
-        raise RefusedError(f"cannot listen on {listen}: {err}; is the port taken?") from None
+        raise UnavailableError(f"cannot listen on {listen}: {err}; is the port taken?") from None
     await server.start()
     for name in ("", *services):
         await servicer.set(name, health_pb2.HealthCheckResponse.SERVING)

@@ -35,7 +35,6 @@ from stretto.weights.publisher import Publisher
 log = logging.getLogger("stretto.trainer")
 
 SERVICE = "stretto.v1.TrainerService"
-EXIT_CONFIGURATION, EXIT_FENCED = 2, 3
 DRAIN_S = 1.0
 """What calls in flight get when the process ends."""
 
@@ -71,7 +70,7 @@ class ControlServer:
     """TrainerService on a thread with its own event loop, so that it answers while the main thread trains."""
 
     def __init__(self, listen: str, service: TrainerService) -> None:
-        """Returns when the server listens. Raises RefusedError when the port is taken."""
+        """Returns when the server listens. Raises UnavailableError when the port is taken."""
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="control", daemon=True).start()
 
@@ -157,23 +156,16 @@ def serve(recipe: Recipe, make: Callable[[], Learner], stop: Stop) -> None:
 
 
 def main(recipe: Recipe, make: Callable[[Recipe], Learner] = make_learner) -> int:
-    """The whole life of the process; its exit code."""
-    telemetry.setup("trainer", recipe.run.log_level)
+    """The whole life of the process after its start; its exit code."""
     stop = Stop()
     stop_on_signals(stop)
-    try:
-        serve(recipe, lambda: make(recipe), stop)
-    except Stopping:
-        log.info("stopped")
-    except FencedError as err:
-        log.error("fenced", extra={"fields": {"error": err.message}})
-        return EXIT_FENCED
-    except CannotResumeError as err:
-        log.error("cannot_resume", extra={"fields": {"error": err.message}})
-        return EXIT_CONFIGURATION
-    except StrettoError as err:
-        log.error("failed", extra={"fields": {"error": err.message}})
-        return 1
-    else:
-        log.info("done")
-    return 0
+
+    def work() -> None:
+        try:
+            serve(recipe, lambda: make(recipe), stop)
+        except Stopping:
+            log.info("stopped")
+        else:
+            log.info("done")
+
+    return service.exit_code("trainer", work, (CannotResumeError,))

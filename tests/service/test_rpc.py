@@ -81,7 +81,7 @@ async def test_an_unexpected_exception_is_internal_and_names_its_method() -> Non
 
 async def test_two_servers_never_share_a_port() -> None:
     _, server, _ = await start()
-    with pytest.raises(errors.RefusedError, match="port taken"):
+    with pytest.raises(errors.UnavailableError, match="port taken"):
         await rpc.serve(server.address, lambda s: None, [])
     await server.drain(0.1)
 
