@@ -250,14 +250,7 @@ async def replica(
     follower = Follower(
         source, driver, is_pinned=lambda: worker.book.is_pinned, on_change=worker.on_weights, lease_s=0.0, convert=lambda views: views
     )
-    scorer = Scorer(
-        pool,
-        decode,
-        is_wanted=worker.book.wants,
-        is_generating=lambda: worker.book.num_generating > 0,
-        on_scored=worker.on_scored,
-    )
-    worker.attach(driver, follower, scorer)
+    worker.attach(driver, follower, Scorer(pool, decode, is_wanted=worker.book.wants, on_scored=worker.on_scored))
     await driver.start()
     running = asyncio.create_task(worker.run())
     world = World(scheduler, server, source, pool, worker, driver, engines, running)

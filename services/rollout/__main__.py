@@ -5,19 +5,16 @@ Exit codes: 0 drained, 1 crashed (start again), 2 bad recipe, 3 fenced (another 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import gc
-import os
 import platform
 import secrets
-import signal
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from stretto import recipe as recipes
-from stretto.errors import FencedError, InvalidArgumentError, RecipeError, StrettoError
+from stretto import prepare, service
+from stretto.errors import RecipeError
 from stretto.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -30,44 +27,19 @@ SERVER_GRACE_S = 1.0
 """For Generate calls in flight when the replica ends."""
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m services.rollout", description="One rollout replica.")
-    parser.add_argument("--config", required=True, help="recipe (TOML)")
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="section.key=value", help="override the recipe")
-    parser.add_argument("--replica-id", default=None, help="unique in the run; the same after a restart (default r-<host>-<port>)")
-    return parser.parse_args(argv)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _arguments(argv)
-    try:
-        recipe = recipes.load(arguments.config, arguments.set, os.environ)
-    except RecipeError as err:
-        sys.stderr.write(f"{err.message}\n")
-        return 2
-    # Before torch, tokenizers and the forks of the reward pool are there to read it.
-    os.environ.setdefault("OMP_NUM_THREADS", str(recipe.rollout.threads))
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    parser = service.parser("rollout", "One rollout replica.")
+    parser.add_argument("--replica-id", default=None, help="unique in the run; the same after a restart (default r-<host>-<port>)")
+    arguments = parser.parse_args(argv)
+    recipe = service.begin("rollout", arguments)
+    return service.exit_code("rollout", lambda: _run(recipe, arguments.replica_id))
+
+
+def _run(recipe: Recipe, replica_id: str | None) -> None:
+    service.limit_threads(recipe.rollout.threads)  # before the reward pool forks, too
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until there is something to drain
-    replica_id = arguments.replica_id or default_replica_id(platform.node(), recipe.rollout.listen)
-
-    from stretto import prepare, telemetry
-
-    log = telemetry.setup("rollout", recipe.run.log_level)
-    try:
-        prepare.wait_until_made(recipe, "model")
-        asyncio.run(_serve(recipe, replica_id))
-    except FencedError as err:
-        log.error("fenced", extra={"fields": {"replica_id": replica_id, "error": err.message}})
-        return 3
-    except (RecipeError, InvalidArgumentError) as err:
-        sys.stderr.write(f"{err.message}\n")
-        return 2
-    except StrettoError as err:
-        log.error("crashed", extra={"fields": {"error": err.message}})
-        return 1
-    return 0
+    prepare.wait_until_made(recipe, "model")
+    asyncio.run(_serve(recipe, replica_id or default_replica_id(platform.node(), recipe.rollout.listen)))
 
 
 def default_replica_id(host: str, listen: str) -> str:
@@ -107,7 +79,7 @@ async def _serve_with(recipe: Recipe, replica_id: str, pool: RewardPool) -> None
         recipe.sampling.group_size, recipe.rollout.prefetch_groups, recipe.scheduler.wait_max_s, recipe.scheduler.heartbeat_s
     )
     worker = Worker(settings, SchedulerLink(recipe.peers.scheduler, replica_id))
-    _on_signals(worker.drain)
+    service.drain_on_signals(worker.drain)
     driver = Driver(
         lambda: _engine(recipe, device),
         policy=recipe.rollout.update_policy,
@@ -118,13 +90,7 @@ async def _serve_with(recipe: Recipe, replica_id: str, pool: RewardPool) -> None
     sync = recipe.weightsync
     subscriber = Subscriber(recipe.peers.weightsync, replica_id, sync.backend, device, sync.phase_deadline_s)
     follower = Follower(subscriber, driver, is_pinned=lambda: worker.book.is_pinned, on_change=worker.on_weights, lease_s=sync.lease_s)
-    scorer = Scorer(
-        pool,
-        decoder(tokenizer),
-        is_wanted=worker.book.wants,
-        is_generating=lambda: worker.book.num_generating > 0,
-        on_scored=worker.on_scored,
-    )
+    scorer = Scorer(pool, decoder(tokenizer), is_wanted=worker.book.wants, on_scored=worker.on_scored)
     worker.attach(driver, follower, scorer)
     await driver.start()
     await pool.ready()
@@ -157,12 +123,6 @@ def _log_start(worker: Any, device: str, slots: int, metrics_port: int) -> None:
         "metrics_port": metrics_port,
     }
     logging.getLogger("stretto.rollout").info("started", extra={"fields": fields})
-
-
-def _on_signals(drain: Any) -> None:
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, drain)
 
 
 def _device(wanted: str) -> str:

@@ -1,6 +1,6 @@
 """From finished answers to scored ones: decode a batch, have it scored, drop what nobody wants any more.
 
-    put(ended) --> backlog --gathered up to BATCH--> decode --> pool.score --> on_scored(trajectories)
+    put(ended) --> backlog --batches of up to BATCH--> decode --> pool.score --> on_scored(trajectories)
 
 A lost or returned session is dropped before it is scored and its late score is thrown away: nothing ever waits for it.
 """
@@ -8,7 +8,6 @@ A lost or returned session is dropped before it is scored and its late score is 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import math
 import time
@@ -27,8 +26,6 @@ log = logging.getLogger("stretto.rollout")
 
 BATCH = 64
 """Most answers per hop to the reward pool: enough to make the hop cheap, few enough that a slow answer delays few others."""
-GATHER_S = 0.02
-"""Ends are gathered this long, up to a batch, while the engine works on others: about two decode steps."""
 
 Decode = Callable[[list[list[int]]], list[str]]
 """Texts of answers, special tokens left out."""
@@ -71,17 +68,9 @@ class Scorer:
     """The stage between the engine and the reports."""
 
     def __init__(
-        self,
-        pool: Pool,
-        decode: Decode,
-        *,
-        is_wanted: Callable[[Trajectory], bool],
-        is_generating: Callable[[], bool],
-        on_scored: Callable[[list[Trajectory]], None],
+        self, pool: Pool, decode: Decode, *, is_wanted: Callable[[Trajectory], bool], on_scored: Callable[[list[Trajectory]], None]
     ) -> None:
-        """`is_generating`: whether more answers are to come, so that it pays to wait for company."""
-        self._pool, self._decode, self._on_scored = pool, decode, on_scored
-        self._is_wanted, self._is_generating = is_wanted, is_generating
+        self._pool, self._decode, self._is_wanted, self._on_scored = pool, decode, is_wanted, on_scored
         self._backlog: deque[Ended] = deque()
         self._changed = asyncio.Event()
 
@@ -100,17 +89,9 @@ class Scorer:
             while not self._backlog:
                 self._changed.clear()
                 await self._changed.wait()
-            await self._gather()
             batch = self._take()
             if batch:
                 await self._score(batch)
-
-    async def _gather(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GATHER_S):
-                while 0 < len(self._backlog) < BATCH and self._is_generating():
-                    self._changed.clear()
-                    await self._changed.wait()
 
     def _take(self) -> list[Ended]:
         batch: list[Ended] = []

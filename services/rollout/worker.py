@@ -41,8 +41,8 @@ LEASE_POLL_S = 10.0
 """Long-poll budget of LeasePrompts; shorter if the recipe says so."""
 EMPTY_PAUSE_S = 0.1
 """Least time between two lease calls that bring nothing."""
-REPORT_TICK_S = 0.005
-"""Scored ends are gathered this long while others are under way: dozens per call under load."""
+REPORT_TICK_S = 0.01
+"""Ends are gathered this long while others are under way: dozens per call under load, and too short to matter without."""
 REPORTS_MAX, REPORT_BYTES_MAX = 512, 8 << 20
 """Per ReportTrajectories call."""
 SESSION_PROVEN_S = 60.0
