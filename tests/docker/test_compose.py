@@ -49,6 +49,13 @@ def ask() -> dict[str, Any]:
     return json.loads(compose("exec", "-T", "scheduler", "python", "-c", ASK, timeout_s=30).stdout)
 
 
+def keep_logs() -> None:
+    """In build/compose.log, while there are containers that have any."""
+    if logs := compose("logs", "--no-color", check=False).stdout:
+        (ROOT / "build").mkdir(exist_ok=True)
+        (ROOT / "build/compose.log").write_text(logs)
+
+
 @pytest.fixture(scope="module")
 def stack() -> Iterator[None]:
     if shutil.which("docker") is None or subprocess.run(["docker", "compose", "version"], capture_output=True).returncode:
@@ -61,8 +68,7 @@ def stack() -> Iterator[None]:
         compose("up", "--wait", "--scale", "rollout=2", timeout_s=RUN_S)
         yield
     finally:
-        (ROOT / "build").mkdir(exist_ok=True)
-        (ROOT / "build/compose.log").write_text(compose("logs", "--no-color", check=False).stdout)
+        keep_logs()
         compose("down", "--volumes", "--timeout", "20", check=False)
         for wheel in laid:
             Path(wheel).unlink()
@@ -95,6 +101,7 @@ def test_an_image_holds_one_service_and_runs_as_a_user(stack: None) -> None:
 
 
 def test_down_leaves_nothing_behind(stack: None) -> None:
+    keep_logs()
     compose("down", "--volumes", "--timeout", "20")
     assert compose("ps", "--all", "--quiet").stdout.strip() == ""
     ours = ["--filter", "label=com.docker.compose.project=stretto"]
