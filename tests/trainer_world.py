@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from services.trainer import server
 from services.trainer.loop import Learner
 from stretto import recipe as recipes
-from stretto import rpc
+from stretto import rpc, telemetry
 from stretto.errors import FencedError, RefusedError
 from stretto.recipe import Recipe
 from stretto.v1 import scheduler_pb2 as pb
@@ -266,6 +266,7 @@ class FakeRelay(ws_grpc.WeightSyncServiceServicer):
 def _child(overrides: dict[str, Any], make: Callable[[Recipe], Learner]) -> None:
     log = os.open(Path(overrides["run"]["folder"]) / "trainer.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 2)
+    telemetry.setup("trainer")
     raise SystemExit(server.main(recipes.build(overrides), make))
 
 

@@ -5,17 +5,14 @@ Exit codes: 0 drained, 1 crashed (start again), 2 bad recipe, 3 fenced (another 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
-import os
-import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from stretto import recipe as recipes
-from stretto.errors import FencedError, InvalidArgumentError, RecipeError, RefusedError, StrettoError
+from stretto import prepare, service
+from stretto.errors import InvalidArgumentError, RecipeError, RefusedError
 from stretto.recipe import Recipe
 
 if TYPE_CHECKING:
@@ -25,44 +22,18 @@ SERVER_GRACE_S = 2.0
 """For calls in flight when the scheduler ends; long polls are cut."""
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m services.scheduler", description="The scheduler of one run.")
-    parser.add_argument("--config", required=True, help="recipe (TOML)")
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="section.key=value", help="override the recipe")
-    return parser.parse_args(argv)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _arguments(argv)
-    try:
-        recipe = recipes.load(arguments.config, arguments.set, os.environ)
-        if not recipe.redis.url:
-            raise RecipeError("redis.url is empty: `stretto run` starts an embedded server; a scheduler on its own needs one")
-    except RecipeError as err:
-        sys.stderr.write(f"{err.message}\n")
-        return 2
-    # Keep the threads of tokenizers and numpy from multiplying.
-    for name, value in (("OMP_NUM_THREADS", "1"), ("TOKENIZERS_PARALLELISM", "false")):
-        os.environ.setdefault(name, value)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # until there is something to drain
+    recipe = service.begin("scheduler", service.parser("scheduler", "The scheduler of one run.").parse_args(argv))
+    return service.exit_code("scheduler", lambda: _run(recipe), (InvalidArgumentError, RefusedError))
 
-    from stretto import prepare, telemetry
 
-    log = telemetry.setup("scheduler", recipe.run.log_level)
-    try:
-        prepare.make_missing(recipe, "data", prepare.write_data)
-        prepare.wait_until_made(recipe, "model")  # its tokenizer
-        asyncio.run(_serve(recipe))
-    except FencedError as err:
-        log.error("fenced", extra={"fields": {"error": err.message}})
-        return 3
-    except (InvalidArgumentError, RefusedError) as err:
-        sys.stderr.write(f"{err.message}\n")
-        return 2
-    except StrettoError as err:
-        log.error("crashed", extra={"fields": {"error": err.message}})
-        return 1
-    return 0
+def _run(recipe: Recipe) -> None:
+    if not recipe.redis.url:
+        raise RecipeError("redis.url is empty: `stretto run` starts an embedded server; a scheduler on its own needs one")
+    service.limit_threads(1)
+    prepare.make_missing(recipe, "data", prepare.write_data)
+    prepare.wait_until_made(recipe, "model")  # its tokenizer
+    asyncio.run(_serve(recipe))
 
 
 async def _serve(recipe: Recipe) -> None:
@@ -75,7 +46,7 @@ async def _serve(recipe: Recipe) -> None:
     from stretto.store import Store
 
     drain_asked = asyncio.Event()
-    _on_signals(drain_asked.set)
+    service.drain_on_signals(drain_asked.set)
     store = await Store.open(
         recipe.redis.url,
         timeout_s=recipe.redis.timeout_s,
@@ -118,12 +89,6 @@ async def _serve_with(recipe: Recipe, controller: Controller, drain_asked: async
         for task in (work, drain):
             task.cancel()
         await asyncio.gather(work, drain, return_exceptions=True)
-
-
-def _on_signals(drain: Callable[[], object]) -> None:
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, drain)
 
 
 if __name__ == "__main__":

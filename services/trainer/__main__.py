@@ -1,35 +1,26 @@
-"""`python -m services.trainer --config recipe.toml [--set section.key=value …]`"""
+"""`python -m services.trainer --config recipe.toml [--set section.key=value …]`: the trainer of one run.
+
+Exit codes: 0 done or asked to stop, 1 crashed (start again), 2 cannot run as configured, 3 fenced (another trainer took over).
+"""
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
+from collections.abc import Sequence
+
+from stretto import service
 
 
-def main() -> int:
-    """Exit code; see server.py."""
-    parser = argparse.ArgumentParser(prog="python -m services.trainer", description="The trainer of a run.")
-    parser.add_argument("--config", required=True, help="recipe (TOML)")
-    parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="section.key=value", help="override the recipe")
-    args = parser.parse_args()
-
-    from stretto import recipe
-    from stretto.errors import RecipeError
-
-    try:
-        loaded = recipe.load(args.config, args.set, os.environ)
-    except RecipeError as err:
-        sys.stderr.write(f"{err.message}\n")
-        return 2
-    os.environ.setdefault("OMP_NUM_THREADS", str(loaded.trainer.threads))  # before torch is imported
-
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # nothing is begun yet; the server brings its own
+def main(argv: Sequence[str] | None = None) -> int:
+    recipe = service.begin("trainer", service.parser("trainer", "The trainer of one run.").parse_args(argv))
+    service.limit_threads(recipe.trainer.threads)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # in the midst of an import, too; the server brings its own
 
     from services.trainer import server
 
-    return server.main(loaded)
+    return server.main(recipe)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,8 @@
-"""The trainer's process: its parts put together, its gRPC face, its exit code.
+"""The trainer's process: its parts put together, its gRPC face.
 
-    main thread    Loop: sample, train, publish, commit
-    control        asyncio loop with TrainerService, health and reflection
-    feed, writer   see feed.py and loop.py
-
-Exit codes: 0 done or asked to stop, 2 cannot run as configured (one message), 3 fenced: another trainer took over.
+main thread    Loop: sample, train, publish, commit
+control        asyncio loop with TrainerService, health and reflection
+feed, writer   see feed.py and loop.py
 """
 
 from __future__ import annotations
@@ -25,8 +23,8 @@ from services.trainer.control import STOP_S, SaveRequests, Status, Stop, Stoppin
 from services.trainer.ledger import Ledger
 from services.trainer.loop import CannotResumeError, Learner, Loop
 from services.trainer.publish import Relay
-from stretto import endpoints, prepare, rpc, telemetry
-from stretto.errors import FencedError, RefusedError, StrettoError
+from stretto import endpoints, prepare, rpc, service, telemetry
+from stretto.errors import RefusedError
 from stretto.recipe import Recipe
 from stretto.v1 import trainer_pb2 as pb
 from stretto.v1 import trainer_pb2_grpc as pb_grpc
@@ -69,13 +67,13 @@ class TrainerService(pb_grpc.TrainerServiceServicer):
 class ControlServer:
     """TrainerService on a thread with its own event loop, so that it answers while the main thread trains."""
 
-    def __init__(self, listen: str, service: TrainerService) -> None:
+    def __init__(self, listen: str, servicer: TrainerService) -> None:
         """Returns when the server listens. Raises UnavailableError when the port is taken."""
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="control", daemon=True).start()
 
         def register(server: grpc.aio.Server) -> None:
-            pb_grpc.add_TrainerServiceServicer_to_server(service, server)
+            pb_grpc.add_TrainerServiceServicer_to_server(servicer, server)
 
         async def start() -> rpc.Server:
             return await rpc.serve(listen, register, [SERVICE])
