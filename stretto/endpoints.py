@@ -1,4 +1,4 @@
-"""Which port is free, and by which host do others reach this process?"""
+"""Addresses: which port is free, and by which host do others reach this process?"""
 
 from __future__ import annotations
 
@@ -6,14 +6,21 @@ import random
 import socket
 import sys
 
-from stretto import rpc
-from stretto.errors import UnavailableError
+from stretto.errors import InvalidArgumentError, UnavailableError
 
 PORTS = range(20000, 32768)
 """Where ports are chosen: below the range that kernels draw outgoing ports from, so that no client of anybody takes one
 between our restarts."""
 _EVERYWHERE = ("", "0.0.0.0", "::")
 """Listening there is listening on all addresses of the machine."""
+
+
+def split(address: str, key: str = "address") -> tuple[str, int]:
+    """("host", port) of "host:port". Raises InvalidArgumentError naming `key`."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not host or not port.isdigit() or int(port) > 65535:
+        raise InvalidArgumentError(f"{key} = {address!r}: must be host:port")
+    return host.strip("[]"), int(port)
 
 
 def reachable_host(listens_on: str, peer: str) -> str:
@@ -24,7 +31,7 @@ def reachable_host(listens_on: str, peer: str) -> str:
     """
     if listens_on.strip("[]") not in _EVERYWHERE:
         return listens_on
-    host, port = rpc.split_address(peer)
+    host, port = split(peer)
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as s:

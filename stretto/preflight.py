@@ -19,7 +19,6 @@ from typing import Any, cast
 from stretto import embedded, endpoints, runs
 from stretto.errors import NotFoundError, RecipeError
 from stretto.recipe import Recipe
-from stretto.rpc import split_address
 
 ROWS_LOOKED_AT = 20
 """Of each data file; the scheduler reads all of them."""
@@ -265,7 +264,7 @@ def ports(recipe: Recipe) -> Iterator[Problem]:
         for key in sorted({"listen", "metrics_listen"} & settings.model_fields_set):
             name, listen = f"{section}.{key}", getattr(settings, key)
             try:
-                host, port = split_address(listen, name)
+                host, port = endpoints.split(listen, name)
             except ValueError as err:
                 yield Problem(name, repr(listen), str(err).rpartition(": ")[2], "such as '127.0.0.1:0'")
                 continue

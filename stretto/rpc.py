@@ -21,8 +21,8 @@ from typing import Any, TypeVar, cast
 import grpc
 import grpc.aio
 
-from stretto import errors
-from stretto.errors import DeadlineError, InvalidArgumentError, StrettoError, UnavailableError
+from stretto import endpoints, errors
+from stretto.errors import DeadlineError, StrettoError, UnavailableError
 
 log = logging.getLogger("stretto.rpc")
 T = TypeVar("T")
@@ -110,14 +110,6 @@ def _guard_stream(inner: Any, method: str) -> Any:
 # ------------------------------------------------------------------------------------------------------------ server
 
 
-def split_address(address: str, key: str = "address") -> tuple[str, int]:
-    """("host", port) of "host:port". Raises InvalidArgumentError."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit() or int(port) > 65535:
-        raise InvalidArgumentError(f"{key} = {address!r}: must be host:port")
-    return host.strip("[]"), int(port)
-
-
 class Server:
     """A running gRPC server with health and reflection."""
 
@@ -154,7 +146,7 @@ async def serve(
     from grpc_health.v1 import health, health_pb2, health_pb2_grpc
     from grpc_reflection.v1alpha import reflection
 
-    split_address(listen, "listen")
+    endpoints.split(listen, "listen")
     server = grpc.aio.server(
         interceptors=[_ErrorInterceptor()],
         options=[

@@ -28,7 +28,6 @@ from stretto import embedded, endpoints, process, restarts, runs
 from stretto.errors import RecipeError, StrettoError
 from stretto.logfile import LogFile
 from stretto.recipe import Recipe
-from stretto.rpc import split_address
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(256 << 20), "MALLOC_TRIM_THRESHOLD_": str(2 << 30)}
 """glibc maps and unmaps every 1 MiB chunk by default; with these the grpc backend moves weights about 1.5 times faster."""
@@ -151,7 +150,7 @@ class _Ports:
     def take(self, kind: str, key: str, number: int) -> str:
         """The `number`-th replica of a service listens `number` ports above the one the recipe names."""
         section = getattr(self._recipe, kind)
-        host, port = split_address(getattr(section, key), f"{kind}.{key}")
+        host, port = endpoints.split(getattr(section, key), f"{kind}.{key}")
         wanted = port + number if port else 0
         if wanted and (key in section.model_fields_set or endpoints.is_free(host, wanted)) and self._claims.take(wanted):
             return f"{host}:{wanted}"

@@ -98,9 +98,9 @@ def serve_metrics(listen: str) -> int:
     """Serve this process's metrics on http://<listen>/metrics from a thread of their own; the port. Raises UnavailableError."""
     from prometheus_client import start_http_server
 
-    from stretto.rpc import split_address
+    from stretto.endpoints import split
 
-    host, port = split_address(listen, "metrics_listen")
+    host, port = split(listen, "metrics_listen")
     try:
         server, _ = start_http_server(port, host)
     except OSError as err:

@@ -121,9 +121,3 @@ async def test_a_refusal_is_never_retried() -> None:
     with pytest.raises(errors.RefusedError):
         await rpc.retry(refuse, deadline_s=5, what="x")
     assert calls == [1]
-
-
-@pytest.mark.parametrize("address", ["nohost", "host:", ":1", "h:99999", "h:x"])
-def test_a_malformed_address_is_refused(address: str) -> None:
-    with pytest.raises(errors.InvalidArgumentError, match="must be host:port"):
-        rpc.split_address(address)

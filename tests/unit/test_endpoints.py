@@ -7,6 +7,7 @@ import socket
 import pytest
 
 from stretto import endpoints
+from stretto.errors import InvalidArgumentError
 
 
 def test_a_host_is_advertised_as_it_is() -> None:
@@ -24,3 +25,9 @@ def test_a_peer_without_an_address_leaves_the_host_name(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     assert endpoints.reachable_host("0.0.0.0", "scheduler:50051") == socket.gethostname()
+
+
+@pytest.mark.parametrize("address", ["nohost", "host:", ":1", "h:99999", "h:x"])
+def test_a_malformed_address_is_refused(address: str) -> None:
+    with pytest.raises(InvalidArgumentError, match="must be host:port"):
+        endpoints.split(address)
