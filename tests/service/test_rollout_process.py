@@ -16,6 +16,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
+from services.rollout.__main__ import default_replica_id
 from stretto import rpc
 from stretto.v1 import scheduler_pb2 as pb
 from stretto.v1 import scheduler_pb2_grpc
@@ -94,7 +95,7 @@ async def test_a_replica_process_generates_scores_reports_and_hands_back_on_sigt
         assert len(t.token_ids) == len(t.logprobs) > 0
         assert (t.error, t.reward, t.replica_id) == ("", 0.0, "r-process")
         scheduler.offer(_long("d1"))
-        await _until(lambda: scheduler.heartbeats[-1].running_sequences > 0, child)
+        await _until(lambda: (b := scheduler.heartbeats[-1]).lease_uids == ["d1"] and b.running_sequences == GROUP, child)
         child.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(child.wait(), EXIT_S) == 0
         assert scheduler.return_reasons == ["drain"]
@@ -121,3 +122,9 @@ async def test_a_name_that_another_process_took_ends_the_process_with_exit_code_
     assert child.returncode == 3
     assert b"replica epoch 2 is over" in stderr
     await server.drain(0)
+
+
+def test_a_replica_that_restarts_in_its_place_keeps_its_name_and_two_in_no_fixed_place_never_share_one() -> None:
+    assert default_replica_id("box", "0.0.0.0:50053") == default_replica_id("box", "0.0.0.0:50053") == "r-box-50053"
+    assert default_replica_id("box", "127.0.0.1:0") != default_replica_id("box", "127.0.0.1:0")
+    assert default_replica_id("localhost", "0.0.0.0:50053") != default_replica_id("localhost", "0.0.0.0:50053")
