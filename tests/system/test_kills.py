@@ -33,7 +33,7 @@ def test_every_part_is_killed_once_and_the_run_ends_as_good_with_a_proven_ledger
         kill(run, what)
     assert run.end() == 0, run.output[-3000:]
     assert run.summary()["is_ledger_ok"], run.output[-3000:]
-    assert run.summary()["restarts"] == len(VICTIMS)
+    assert run.summary()["restarts"] == len(VICTIMS), run.output
     assert [line["step"] for line in run.lines("train")] == list(range(1, 46))
     assert max(line["metrics"]["lag_max"] for line in run.lines("train")) <= 2
     assert run.accuracies()[45] >= run.accuracies()[0] + 0.25
