@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import subprocess
 from pathlib import Path
+
+from tests.waits import until
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
@@ -45,3 +49,14 @@ def cpu_s(pid: int) -> float:
     except OSError:
         return 0.0
     return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+
+def address_of(service: subprocess.Popen[bytes], log: Path, deadline_s: float) -> str:
+    """Where a service listens, once it says so in its log. Fails with the log when it ends instead."""
+
+    def said() -> list[str]:
+        return re.findall(r'"address": "([^"]+)"', log.read_text())
+
+    until(lambda: said() or service.poll() is not None, f"an address in {log}", deadline_s)
+    assert said(), f"it ended with exit code {service.returncode}:\n{log.read_text()}"
+    return said()[0]

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -43,19 +42,6 @@ def same(got: Mapping[str, ArrayView], want: Mapping[str, ArrayView]) -> bool:
     return got.keys() == want.keys() and all(
         (got[n].dtype, got[n].shape) == (want[n].dtype, want[n].shape) and np.array_equal(got[n].data, want[n].data) for n in want
     )
-
-
-async def until(is_so: Callable[[], object], what: str) -> None:
-    """Wait for a state. Fails by name after WAIT_S."""
-    try:
-        async with asyncio.timeout(WAIT_S):
-            while True:
-                answer = is_so()
-                if await answer if inspect.isawaitable(answer) else answer:
-                    return
-                await asyncio.sleep(0.01)
-    except TimeoutError:
-        raise AssertionError(f"after {WAIT_S} s still not: {what}") from None
 
 
 class World:

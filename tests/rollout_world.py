@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,18 +25,10 @@ from stretto.v1 import scheduler_pb2 as pb
 from stretto.v1 import scheduler_pb2_grpc
 from stretto.v1.types_pb2 import Prompt, SamplingParams, Trajectory
 from tests.fakes import FakeEngine
+from tests.waits import eventually
 
-DEADLINE_S = 10.0
 GROUP = 4
 """Trajectories per group."""
-
-
-async def until(condition: Callable[[], object], what: str = "") -> None:
-    """Poll until it holds; fails the test at the deadline."""
-    end_s = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < end_s, f"not within {DEADLINE_S} s: {what or condition}"
-        await asyncio.sleep(0.002)
 
 
 def lease(uid: str, n: int = GROUP, attempt: int = 1, missing: Sequence[int] | None = None, **fields: Any) -> pb.Lease:
@@ -257,7 +248,7 @@ async def replica(
     try:
         if publish:
             source.publish(1, 0)
-            await until(lambda: follower.held == (1, 0), "first weights")
+            await eventually(lambda: follower.held == (1, 0), "first weights")
         yield world
     finally:
         running.cancel()

@@ -363,14 +363,6 @@ def world(folder: Path, total: int, batch: int = 2) -> Iterator[World]:
         loop.call_soon_threadsafe(loop.stop)
 
 
-def until(what: Callable[[], bool], name: str) -> None:
-    """Poll until `what` holds; fails by name after WAIT_S."""
-    end_s = time.monotonic() + WAIT_S
-    while not what():
-        assert time.monotonic() < end_s, f"never happened: {name}"
-        time.sleep(0.01)
-
-
 def ended(process: ForkServerProcess) -> int | None:
     """Exit code, negative for a signal, once the process has ended."""
     process.join(WAIT_S)

@@ -15,6 +15,7 @@ import pytest
 from services.rollout.reward import RewardItem, RewardPool, Score, ScoreError
 from services.rollout.reward_worker import checked
 from stretto.errors import RecipeError
+from tests.waits import eventually
 
 FUNCTIONS = '''
 import os, re, sys, time
@@ -61,12 +62,6 @@ async def make_pool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIte
 
 def item(response: str, truth: str = "1", **extra: object) -> RewardItem:
     return RewardItem(response, truth, "source", "prompt", extra)
-
-
-async def until(claim: Callable[[], bool], deadline_s: float = 20.0) -> None:
-    async with asyncio.timeout(deadline_s):
-        while not claim():  # noqa: ASYNC110 - what it waits for happens in another process
-            await asyncio.sleep(0.005)
 
 
 async def test_scores_come_in_the_order_of_the_answers(make_pool: Make) -> None:
@@ -139,7 +134,7 @@ async def test_a_slow_answer_does_not_hold_up_those_of_other_processes(make_pool
     pool = make_pool(workers=2)
     await pool.ready()
     slow = asyncio.create_task(pool.score([item(f"wait {tmp_path / 'begun'}", s=60)]))
-    await until((tmp_path / "begun").exists)
+    await eventually((tmp_path / "begun").exists)
     assert len(await asyncio.wait_for(pool.score([item("1")] * 300), 20)) == 300
     assert not slow.done()
     slow.cancel()
@@ -160,7 +155,7 @@ async def test_a_cancelled_call_drops_what_nobody_has_begun(make_pool: Make, tmp
     call = asyncio.create_task(
         pool.score([item(f"wait {tmp_path / 'begun'}", s=0.2), *(item(f"wait {tmp_path / f'x{i}'}", s=0.05) for i in range(30))])
     )
-    await until((tmp_path / "begun").exists)
+    await eventually((tmp_path / "begun").exists)
     call.cancel()
     assert await asyncio.wait_for(pool.score([item("hello", "hello")]), 20) == [Score(1.0, {"acc": 1.0}, "hello")]
     assert not (tmp_path / "x29").exists()
@@ -180,7 +175,7 @@ async def test_close_ends_processes_and_waiting_calls(make_pool: Make, tmp_path:
     await pool.ready()
     pids = pool.pids
     call = asyncio.create_task(pool.score([item(f"wait {tmp_path / 'begun'}", s=60), *[item("1")] * 3000]))
-    await until((tmp_path / "begun").exists)
+    await eventually((tmp_path / "begun").exists)
     await pool.close()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(call, 10)
@@ -208,7 +203,7 @@ async def test_processes_die_with_their_parent_even_while_an_answer_hangs(make_p
     assert len(pids) == 2
     parent.kill()
     await parent.wait()
-    await until(lambda: not any(_is_running(pid) for pid in pids))
+    await eventually(lambda: not any(_is_running(pid) for pid in pids))
 
 
 def _is_running(pid: int) -> bool:

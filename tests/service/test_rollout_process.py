@@ -23,6 +23,7 @@ from stretto.v1 import scheduler_pb2_grpc
 from stretto.weights.layout import ArrayView
 from tests import relay_world
 from tests.rollout_world import GROUP, ScriptedScheduler, lease
+from tests.waits import eventually
 
 pytestmark = pytest.mark.system
 
@@ -67,11 +68,9 @@ async def _process(folder: Path, scheduler: str, relay: str, *settings: str) -> 
         await child.communicate()
 
 
-async def _until(is_so: Callable[[], object], child: asyncio.subprocess.Process) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not is_so():
-            assert child.returncode is None, "the process ended"
-            await asyncio.sleep(0.02)
+async def _eventually(is_so: Callable[[], object], child: asyncio.subprocess.Process) -> None:
+    await eventually(lambda: child.returncode is not None or is_so(), deadline_s=WAIT_S)
+    assert child.returncode is None, "the process ended"
 
 
 def _long(uid: str) -> pb.Lease:
@@ -89,13 +88,13 @@ async def test_a_replica_process_generates_scores_reports_and_hands_back_on_sigt
     async with relay_world.relay_here(tmp_path) as relay, _process(tmp_path, server.address, relay.address, "rollout.threads=1") as child:
         await asyncio.to_thread(relay.publisher().publish, 1, 4, weights)
         scheduler.offer(lease("d0"))
-        await _until(lambda: scheduler.finished("d0"), child)
+        await _eventually(lambda: scheduler.finished("d0"), child)
         t = scheduler.reported["d0", GROUP - 1]
         assert {s.version for s in t.spans} == {4}
         assert len(t.token_ids) == len(t.logprobs) > 0
         assert (t.error, t.reward, t.replica_id) == ("", 0.0, "r-process")
         scheduler.offer(_long("d1"))
-        await _until(lambda: (b := scheduler.heartbeats[-1]).lease_uids == ["d1"] and b.running_sequences == GROUP, child)
+        await _eventually(lambda: (b := scheduler.heartbeats[-1]).lease_uids == ["d1"] and b.running_sequences == GROUP, child)
         child.send_signal(signal.SIGTERM)
         assert await asyncio.wait_for(child.wait(), EXIT_S) == 0
         assert scheduler.return_reasons == ["drain"]

@@ -17,7 +17,8 @@ from stretto.errors import InvalidArgumentError, RefusedError, UnavailableError
 from stretto.v1 import rollout_pb2 as pb
 from stretto.v1 import rollout_pb2_grpc, scheduler_pb2
 from stretto.v1.types_pb2 import FINISH_REASON_STOP, SamplingParams
-from tests.rollout_world import GROUP, World, lease, replica, until
+from tests.rollout_world import GROUP, World, lease, replica
+from tests.waits import eventually
 
 
 class LetterTokenizer:
@@ -61,9 +62,9 @@ async def test_generate_streams_tokens_logprobs_versions_and_text_that_add_up() 
         call = stub.Generate(pb.GenerateRequest(text="hi"), timeout=10)
         first = await call.read()
         assert (first.text[:1], first.finish_reason) == ("a", 0)
-        await until(w.engine.reached.is_set)
+        await eventually(w.engine.reached.is_set)
         w.source.publish(1, 1)
-        await until(lambda: w.worker.follower.held == (1, 1))
+        await eventually(lambda: w.worker.follower.held == (1, 1))
         w.engine.release()
         parts = [first]
         while isinstance(message := await call.read(), pb.GenerateResponse):
@@ -100,7 +101,7 @@ async def test_a_request_without_exactly_one_valid_prompt_is_refused(fields: dic
 
 async def test_generate_is_refused_by_name_before_the_first_weights() -> None:
     async with replica(publish=False) as w, served(w) as stub:
-        await until(lambda: w.worker.link.epoch)
+        await eventually(lambda: w.worker.link.epoch)
         with pytest.raises(RefusedError, match="waiting for weights"):
             await _generate(stub, text="a")
 
@@ -109,15 +110,15 @@ async def test_generate_goes_before_queued_training_work() -> None:
     async with replica(slots=4, prefetch_groups=4) as w, served(w) as stub:
         w.engine.hold(1)
         w.scheduler.offer(*(lease(f"d{k}") for k in range(5)))
-        await until(lambda: w.worker.book.num_generating == 5 * GROUP)
+        await eventually(lambda: w.worker.book.num_generating == 5 * GROUP)
         call = stub.Generate(pb.GenerateRequest(text="a"), timeout=10)
-        await until(lambda: w.driver.vitals.num_waiting + w.driver.vitals.num_running == 5 * GROUP + 1)
+        await eventually(lambda: w.driver.vitals.num_waiting + w.driver.vitals.num_running == 5 * GROUP + 1)
         w.engine.release()
         assert [message async for message in call][-1].finish_reason == FINISH_REASON_STOP
         ids = [r.id for r in w.requests]
         position = next(i for i, id in enumerate(ids) if id.startswith("generate-"))
         assert position < len(ids) - 2 * GROUP
-        await until(lambda: all(w.scheduler.finished(f"d{k}") for k in range(5)))
+        await eventually(lambda: all(w.scheduler.finished(f"d{k}") for k in range(5)))
 
 
 async def test_a_request_that_can_never_run_is_refused_with_the_engines_reason() -> None:
@@ -133,7 +134,7 @@ async def test_a_caller_who_leaves_frees_the_slot() -> None:
         await call.read()
         assert w.driver.vitals.num_running == 1
         call.cancel()
-        await until(lambda: w.driver.vitals.num_running == 0)
+        await eventually(lambda: w.driver.vitals.num_running == 0)
 
 
 async def test_a_caller_hears_that_the_engine_died() -> None:
@@ -152,7 +153,7 @@ async def test_status_says_what_the_replica_holds_and_does() -> None:
     async with replica() as w, served(w) as stub:
         w.engine.hold(1)
         w.scheduler.offer(lease("d0"))
-        await until(lambda: w.driver.vitals.num_running == GROUP)
+        await eventually(lambda: w.driver.vitals.num_running == GROUP)
         status = await stub.GetStatus(pb.RolloutServiceGetStatusRequest(), timeout=5)
         assert (status.replica_id, status.state, status.engine) == ("r-test", scheduler_pb2.REPLICA_STATE_RUNNING, "fake 1")
         assert (status.held.trainer_epoch, status.held.version, status.update_policy) == (1, 0, "abort")

@@ -14,13 +14,14 @@ from stretto.v1 import scheduler_pb2 as pb
 from stretto.v1 import scheduler_pb2_grpc
 from stretto.v1.types_pb2 import FINISH_REASON_ABORTED, FINISH_REASON_FAILED, FINISH_REASON_STOP, WeightsId
 from tests.fakes import fake_logprob
-from tests.rollout_world import GROUP, lease, replica, until
+from tests.rollout_world import GROUP, lease, replica
+from tests.waits import eventually
 
 
 async def test_leased_groups_come_back_generated_scored_and_complete() -> None:
     async with replica() as w:
         w.scheduler.offer(*(lease(f"d{k}") for k in range(40)))
-        await until(lambda: all(w.scheduler.finished(f"d{k}") for k in range(40)))
+        await eventually(lambda: all(w.scheduler.finished(f"d{k}") for k in range(40)))
         t = w.scheduler.reported["d7", 2]
         tokens = np.frombuffer(t.token_ids, "<i4").tolist()
         assert tokens == [10, 11, 12, 13, 14, 2]
@@ -28,28 +29,28 @@ async def test_leased_groups_come_back_generated_scored_and_complete() -> None:
         assert [(s.version, s.num_tokens) for s in t.spans] == [(0, 6)]
         assert (t.finish_reason, t.reward, t.prediction, dict(t.reward_extras)) == (FINISH_REASON_STOP, 16.0, "42", {"acc": 1.0})
         assert t.replica_id == "r-test"
-        await until(lambda: not w.worker.book.attempts())
+        await eventually(lambda: not w.worker.book.attempts())
 
 
 async def test_a_replica_leases_nothing_before_it_holds_weights_and_says_so() -> None:
     """C6."""
     async with replica(publish=False) as w:
         w.scheduler.offer(lease("d0"))
-        await until(lambda: len(w.scheduler.heartbeats) > 3)
+        await eventually(lambda: len(w.scheduler.heartbeats) > 3)
         assert w.scheduler.polls == []
         assert w.scheduler.heartbeats[-1].state == pb.REPLICA_STATE_WAITING_FOR_WEIGHTS
         assert w.worker.wait_reason == "waiting for weights"
         w.source.publish(3, 37)
-        await until(lambda: w.scheduler.finished("d0"))
+        await eventually(lambda: w.scheduler.finished("d0"))
         assert w.scheduler.polls[0].held == WeightsId(trainer_epoch=3, version=37)
         assert [s.version for s in w.scheduler.reported["d0", 0].spans] == [37]
 
 
 async def test_an_open_poll_is_asked_again_when_newer_weights_are_held() -> None:
     async with replica() as w:
-        await until(lambda: w.scheduler.polls)
+        await eventually(lambda: w.scheduler.polls)
         w.source.publish(1, 1)
-        await until(lambda: any(p.held.version == 1 for p in w.scheduler.polls))
+        await eventually(lambda: any(p.held.version == 1 for p in w.scheduler.polls))
         assert len({p.operation_id for p in w.scheduler.polls}) == 1  # what the old poll may have been granted comes with the new
         assert not w.scheduler.answers
 
@@ -58,10 +59,10 @@ async def test_no_more_is_leased_than_slots_and_prefetch_take() -> None:
     async with replica(slots=8, prefetch_groups=2) as w:
         w.engine.hold(1)
         w.scheduler.offer(*(lease(f"d{k}") for k in range(20)))
-        await until(lambda: w.worker.book.num_generating == 16)
+        await eventually(lambda: w.worker.book.num_generating == 16)
         assert len(w.scheduler.granted) == 4
         w.engine.release()
-        await until(lambda: all(w.scheduler.finished(f"d{k}") for k in range(20)))
+        await eventually(lambda: all(w.scheduler.finished(f"d{k}") for k in range(20)))
 
 
 async def test_a_failing_generation_and_a_failing_reward_fail_one_session_each() -> None:
@@ -70,7 +71,7 @@ async def test_a_failing_generation_and_a_failing_reward_fail_one_session_each()
         w.engine.fail.add("d0/1")
         w.pool.failing.add("10 11 12 13 14 2")
         w.scheduler.offer(lease("d0"))
-        await until(lambda: w.scheduler.finished("d0"))
+        await eventually(lambda: w.scheduler.finished("d0"))
         errors = [w.scheduler.reported["d0", i].error for i in range(GROUP)]
         assert errors == ["", "told to fail", "reward: ValueError: no", ""]
         assert w.scheduler.reported["d0", 2].finish_reason == FINISH_REASON_FAILED
@@ -82,11 +83,11 @@ async def test_a_lost_lease_stops_the_work_on_it() -> None:
     async with replica() as w:
         w.engine.hold(2)
         w.scheduler.offer(lease("d0"), lease("d1"))
-        await until(lambda: w.driver.vitals.num_running == 2 * GROUP)
+        await eventually(lambda: w.driver.vitals.num_running == 2 * GROUP)
         w.scheduler.lost.add("d0")
-        await until(lambda: w.driver.vitals.num_running == GROUP)
+        await eventually(lambda: w.driver.vitals.num_running == GROUP)
         w.engine.release()
-        await until(lambda: w.scheduler.finished("d1"))
+        await eventually(lambda: w.scheduler.finished("d1"))
         assert not any(uid == "d0" for uid, _ in w.scheduler.reported)
 
 
@@ -95,14 +96,14 @@ async def test_a_lost_trajectory_does_not_wait_for_its_reward() -> None:
     async with replica() as w:
         w.pool.stuck.add("10 11 12 2")  # session 0 of each group
         w.scheduler.offer(lease("d0", n=1))
-        await until(lambda: w.pool.items)
+        await eventually(lambda: w.pool.items)
         w.scheduler.lost.add("d0")
-        await until(lambda: not w.worker.book.attempts())
+        await eventually(lambda: not w.worker.book.attempts())
         w.scheduler.offer(lease("d1", missing=[1, 2, 3]))
-        await until(lambda: ("d1", 3) in w.scheduler.reported)
+        await eventually(lambda: ("d1", 3) in w.scheduler.reported)
         w.pool.unstick.set()
         w.scheduler.offer(lease("d2", n=1))
-        await until(lambda: w.scheduler.finished("d2", 1))
+        await eventually(lambda: w.scheduler.finished("d2", 1))
         assert ("d0", 0) not in w.scheduler.reported
 
 
@@ -110,15 +111,15 @@ async def test_ends_are_kept_while_the_scheduler_is_away_and_reported_when_it_is
     async with replica() as w:
         w.engine.hold(1)
         w.scheduler.offer(lease("d0"))
-        await until(lambda: w.driver.vitals.num_running == GROUP)
+        await eventually(lambda: w.driver.vitals.num_running == GROUP)
         address = w.server.address
         await w.server.drain(0)
         w.engine.release()
-        await until(lambda: w.worker.book.num_queued == GROUP)
+        await eventually(lambda: w.worker.book.num_queued == GROUP)
         again = await rpc.serve(
             address, lambda s: scheduler_pb2_grpc.add_SchedulerServiceServicer_to_server(w.scheduler, s), ["stretto.v1.SchedulerService"]
         )
-        await until(lambda: w.scheduler.finished("d0"))
+        await eventually(lambda: w.scheduler.finished("d0"))
         assert {h.replica_epoch for h in w.scheduler.heartbeats} == {0, 1}
         await again.drain(0)
 
@@ -127,13 +128,13 @@ async def test_a_fenced_session_is_replaced_once_and_its_work_dropped() -> None:
     async with replica() as w:
         w.engine.hold(1)
         w.scheduler.offer(lease("d0"))
-        await until(lambda: w.driver.vitals.num_running == GROUP)
+        await eventually(lambda: w.driver.vitals.num_running == GROUP)
         w.scheduler.fenced.add(1)
-        await until(lambda: w.worker.link.epoch == 2)
-        await until(lambda: w.driver.vitals.num_running == 0)
+        await eventually(lambda: w.worker.link.epoch == 2)
+        await eventually(lambda: w.driver.vitals.num_running == 0)
         w.engine.release()
         w.scheduler.offer(lease("d1"))
-        await until(lambda: w.scheduler.finished("d1"))
+        await eventually(lambda: w.scheduler.finished("d1"))
         assert not any(uid == "d0" for uid, _ in w.scheduler.reported)
         w.scheduler.fence_all = True
         with pytest.raises(FencedError, match="replica epoch 2 is over"):
@@ -145,7 +146,7 @@ async def test_draining_reports_what_is_whole_and_hands_back_the_rest_with_parti
         w.engine.answer = lambda request: [2] if request.id == "d0/0" else [10] * 50
         w.engine.hold(3)
         w.scheduler.offer(lease("d0"), lease("d1", attempt=2))
-        await until(lambda: w.engine.reached.is_set() and w.driver.vitals.num_running == 2 * GROUP - 1)
+        await eventually(lambda: w.engine.reached.is_set() and w.driver.vitals.num_running == 2 * GROUP - 1)
         w.worker.drain()
         await asyncio.wait_for(w.running, 5)
         assert set(w.scheduler.reported) == {("d0", 0)}
@@ -164,16 +165,16 @@ async def test_a_partial_answer_handed_back_by_one_replica_is_continued_by_anoth
         w.engine.answer = lambda _: [10] * 50
         w.engine.hold(5)
         w.scheduler.offer(lease("d0", n=1))
-        await until(w.engine.reached.is_set)
+        await eventually(w.engine.reached.is_set)
         w.worker.drain()
         await asyncio.wait_for(w.running, 5)
         partials = list(w.scheduler.returned["d0"].partials)
     async with replica(publish=False) as w:
         w.source.publish(1, 9)
-        await until(lambda: w.worker.follower.held)
+        await eventually(lambda: w.worker.follower.held)
         w.engine.answer = lambda _: [10] * 50
         w.scheduler.offer(lease("d0", n=1, attempt=2, partials=partials))
-        await until(lambda: w.scheduler.finished("d0", 1))
+        await eventually(lambda: w.scheduler.finished("d0", 1))
         t = w.scheduler.reported["d0", 0]
         assert [(s.version, s.num_tokens) for s in t.spans] == [(0, 5), (9, 11)]
         assert np.frombuffer(t.logprobs, "<f4").tolist() == [fake_logprob(0 if i < 5 else 9, i) for i in range(16)]
@@ -188,22 +189,22 @@ async def test_a_drain_directive_ends_the_replica() -> None:
 async def test_a_paused_replica_leases_nothing_until_it_is_resumed() -> None:
     async with replica() as w:
         w.scheduler.directives = [pb.Directive(kind=pb.Directive.KIND_PAUSE)]
-        await until(lambda: w.worker._is_paused)
+        await eventually(lambda: w.worker._is_paused)
         w.scheduler.directives = [pb.Directive(kind=pb.Directive.KIND_RESUME)]
         w.scheduler.offer(lease("d0"))
-        await until(lambda: w.scheduler.finished("d0"))
+        await eventually(lambda: w.scheduler.finished("d0"))
 
 
 async def test_a_dead_engine_hands_its_leases_back_and_is_built_anew_with_the_newest_weights() -> None:
     async with replica() as w:
         w.engine.hold(2)
         w.scheduler.offer(lease("d0"))
-        await until(lambda: w.driver.vitals.num_running == GROUP)
+        await eventually(lambda: w.driver.vitals.num_running == GROUP)
         w.engine.dies.set()
-        await until(lambda: "d0" in w.scheduler.returned)
+        await eventually(lambda: "d0" in w.scheduler.returned)
         assert w.scheduler.return_reasons == ["engine failed"]
         w.scheduler.offer(lease("d0", attempt=2))
-        await until(lambda: w.scheduler.finished("d0"))
+        await eventually(lambda: w.scheduler.finished("d0"))
         assert len(w.engines) == 2
         assert w.engine.loads == [(0, "in_flight")]
         assert pb.REPLICA_STATE_DEAD in [h.state for h in w.scheduler.heartbeats]
@@ -215,9 +216,9 @@ async def test_an_engine_that_keeps_dying_ends_the_process() -> None:
             engines = len(w.engines)
             w.engine.hold(1)
             w.scheduler.offer(lease(f"d{deaths}"))
-            await until(lambda: w.driver.vitals.num_running == GROUP)
+            await eventually(lambda: w.driver.vitals.num_running == GROUP)
             w.engine.dies.set()
             if deaths < 4:
-                await until(lambda n=engines: len(w.engines) == n + 1 and w.worker.follower.held)
+                await eventually(lambda n=engines: len(w.engines) == n + 1 and w.worker.follower.held)
         with pytest.raises(EngineLostError, match="died 4 times"):
             await asyncio.wait_for(w.running, 5)

@@ -6,13 +6,13 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from stretto import process, runs
+from tests.waits import until
 
 SCHEDULER = """
 import sys, time
@@ -89,10 +89,8 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
 
 
 def until_started(folder: Path) -> runs.RunFile:
-    deadline_s = time.monotonic() + 30
-    while not (folder / "run.json").exists() or not all((folder / "logs" / f"{n}.log").exists() for n in ("rollout-0", "weightsync")):
-        assert time.monotonic() < deadline_s
-        time.sleep(0.02)
+    files = [folder / "run.json", *(folder / "logs" / f"{name}.log" for name in ("rollout-0", "weightsync"))]
+    until(lambda: all(file.exists() for file in files), deadline_s=30.0)
     return runs.read(folder)
 
 
@@ -150,10 +148,7 @@ def test_a_killed_run_leaves_no_process(start: Callable[[str], subprocess.Popen[
     assert len(children) >= 6  # guard, redis, four services
     run.kill()
     run.wait()
-    deadline_s = time.monotonic() + 2
-    while left := [pid for pid in children if process.is_alive(pid)]:
-        assert time.monotonic() < deadline_s, left
-        time.sleep(0.02)
+    until(lambda: not any(map(process.is_alive, children)), deadline_s=2.0)
 
 
 def test_a_second_run_in_the_folder_is_refused(start: Callable[[str], subprocess.Popen[str]], tmp_path: Path) -> None:

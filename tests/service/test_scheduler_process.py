@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import signal
 import subprocess
 import sys
@@ -18,6 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from stretto import embedded, rpc
 from stretto.v1 import scheduler_pb2 as spb
 from stretto.v1.scheduler_pb2_grpc import SchedulerServiceStub
+from tests import procs
+from tests.waits import until
 
 START_S = 60.0
 STOP_S = 10.0
@@ -53,12 +54,7 @@ class Process:
 
     def stub(self) -> SchedulerServiceStub:
         """Connected, once it says where it listens."""
-        end_s = time.monotonic() + START_S
-        while not (found := re.search(r'"address": "([^"]+)"', self.log.read_text())):
-            assert self.child.poll() is None, self.log.read_text()
-            assert time.monotonic() < end_s, self.log.read_text()
-            time.sleep(0.02)
-        return SchedulerServiceStub(rpc.connect_blocking(found[1]))
+        return SchedulerServiceStub(rpc.connect_blocking(procs.address_of(self.child, self.log, START_S)))
 
     def exit_code(self, number: int | None = None) -> int:
         if number is not None:
@@ -83,9 +79,8 @@ def test_it_serves_goes_on_after_kill_nine_and_drains_on_sigterm(
     stub = first.stub()
     request = spb.OpenTrainerRequest(operation_id="o", total_steps=100, batch_groups=4)
     assert stub.OpenTrainer(request, timeout=5).trainer_epoch == 1
-    end_s = time.monotonic() + START_S
-    while (status := stub.GetStatus(spb.GetStatusRequest(), timeout=5)).occupancy.occupied < 12:
-        assert time.monotonic() < end_s
+    until(lambda: stub.GetStatus(spb.GetStatusRequest(), timeout=5).occupancy.occupied >= 12, "a full window", START_S)
+    status = stub.GetStatus(spb.GetStatusRequest(), timeout=5)
     assert (status.cursor, status.dataset_size) == (12, 10)
     first.exit_code(signal.SIGKILL)
     second = Process(folder, valkey.url)

@@ -17,6 +17,7 @@ import redis
 from stretto import endpoints, process, recipe, runs
 from stretto.errors import RecipeError, RefusedError
 from stretto.supervisor import Notice, Outcome, Plan, Progress, Service, Supervisor, plan
+from tests.waits import until
 
 SLEEPER = """
 import signal, time
@@ -51,14 +52,6 @@ time.sleep(60)
 """
 
 
-def until(is_true: Callable[[], bool], deadline_s: float = 10.0) -> float:
-    start_s = time.monotonic()
-    while not is_true():
-        assert time.monotonic() - start_s < deadline_s, f"not true after {deadline_s} s"
-        time.sleep(0.01)
-    return time.monotonic() - start_s
-
-
 class Run:
     """A supervisor over scripts, with a probe the test sets."""
 
@@ -80,7 +73,7 @@ class Run:
 
     def until_outcome(self, deadline_s: float = 10.0) -> Outcome:
         found: list[Outcome] = []
-        until(lambda: bool(found.extend([o] if (o := self.supervisor.poll()) else []) or found), deadline_s)
+        until(lambda: bool(found.extend([o] if (o := self.supervisor.poll()) else []) or found), deadline_s=deadline_s)
         return found[0]
 
 
@@ -110,7 +103,7 @@ def test_a_killed_supervisor_leaves_neither_child_nor_grandchild(tmp_path: Path)
     assert all(map(process.is_alive, pids))
     parent.kill()
     parent.wait()
-    until(lambda: not any(map(process.is_alive, pids)), 2.0)
+    until(lambda: not any(map(process.is_alive, pids)), deadline_s=2.0)
     runs.Lock(tmp_path).release()  # the folder is free again
 
 

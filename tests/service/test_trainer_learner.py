@@ -13,7 +13,8 @@ from services.trainer import server
 from stretto import recipe as recipes
 from stretto.v1 import scheduler_pb2 as pb
 from stretto.v1 import types_pb2 as t
-from tests.trainer_world import ended, until, world
+from tests.trainer_world import ended, world
+from tests.waits import until
 
 VOCABULARY = 40
 

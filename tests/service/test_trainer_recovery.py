@@ -15,7 +15,8 @@ from stretto.errors import UnavailableError
 from stretto.health import is_serving
 from stretto.v1 import scheduler_pb2 as pb
 from stretto.weights.publisher import Publisher
-from tests.trainer_world import WAIT_S, World, ended, until, world
+from tests.trainer_world import WAIT_S, World, ended, world
+from tests.waits import until
 
 KILLED = -9
 

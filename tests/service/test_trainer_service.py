@@ -12,7 +12,8 @@ import pytest
 
 from stretto.v1 import scheduler_pb2 as pb
 from stretto.v1 import trainer_pb2 as tp
-from tests.trainer_world import WAIT_S, World, ended, until, world
+from tests.trainer_world import WAIT_S, World, ended, world
+from tests.waits import until
 
 
 def finish(w: World) -> None:

@@ -25,8 +25,8 @@ from tests.relay_world import (
     relay_process,
     same,
     tensors,
-    until,
 )
+from tests.waits import eventually
 
 both = pytest.mark.parametrize("backend", ["shm", "grpc"])
 
@@ -63,7 +63,7 @@ async def test_a_reader_killed_with_a_lease_frees_its_slot_when_the_lease_ends(t
         killed.kill()
         for version in (1, 2):
             await publish(publisher, 1, version)
-        await until(lambda: world.relay.versions.leases == {}, "the victim's lease has ended")
+        await eventually(lambda: world.relay.versions.leases == {}, "the victim's lease has ended")
         assert await world.states() == {(1, 1): "READY", (1, 2): "READY"}
         assert (await world.reader("victim")).last_error == "v0 of trainer epoch 1: the lease ended before it was released"
         for version in range(3, 7):
@@ -105,7 +105,7 @@ async def test_a_relay_that_came_back_empty_says_so_and_takes_the_same_version_a
         await load(subscriber)
         await asyncio.to_thread(relay.kill)
         await asyncio.to_thread(relay.start)
-        await until(lambda: newest_or_away(world, None), "the relay is back and empty")
+        await eventually(lambda: newest_or_away(world, None), "the relay is back and empty")
         assert await subscriber.fetch((3, 17)) is None
         assert await publish(publisher, 3, 17) == "shm"
         assert await subscriber.fetch((3, 17)) is None  # held already

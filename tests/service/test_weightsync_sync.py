@@ -45,8 +45,8 @@ from tests.relay_world import (
     relay_here,
     same,
     tensors,
-    until,
 )
+from tests.waits import eventually
 
 both = pytest.mark.parametrize("backend", ["shm", "grpc"])
 
@@ -209,7 +209,7 @@ async def test_a_slow_shm_reader_never_sees_other_bytes_and_is_told_that_it_was_
         publisher, subscriber = world.publisher("shm"), world.subscriber("slow", "shm")
         await publish(publisher, 1, 0)
         fetched = await must_fetch(subscriber)
-        await until(lambda: world.relay.versions.leases == {}, "the lease has ended")
+        await eventually(lambda: world.relay.versions.leases == {}, "the lease has ended")
         for version in range(1, 7):
             await publish(publisher, 1, version)
         assert same(fetched.tensors, tensors(0))
@@ -293,7 +293,7 @@ async def test_a_second_stream_into_a_slot_ends_the_first(tmp_path: Path) -> Non
         start, arena = pb.PublishRequest(slot_id=prepared.slot_id), arena_of(0)
         first = world.stub.Publish()
         await first.write(start)
-        await until(lambda: prepared.slot_id in world.relay._writers, "the first stream writes")
+        await eventually(lambda: prepared.slot_id in world.relay._writers, "the first stream writes")
         await world.stub.Publish(iter([start, pb.PublishRequest(data=arena.tobytes())]), timeout=WAIT_S)
         await first.write(pb.PublishRequest(data=b"\xee" * 1000))
         with pytest.raises(grpc.RpcError, match="another stream writes"):

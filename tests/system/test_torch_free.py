@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from stretto import embedded
 from stretto.client import Client
+from tests import procs
 from tests.run_world import RECIPE
 
 START_S, STOP_S = 60.0, 15.0
@@ -88,12 +87,7 @@ def test_the_scheduler_serves_and_drains_without_torch(
     with log.open("wb") as output:
         scheduler = subprocess.Popen(command, stdout=output, stderr=output, env=env, cwd=ROOT)
     try:
-        end_s = time.monotonic() + START_S
-        while not (found := re.search(r'"address": "([^"]+)"', log.read_text())):
-            assert scheduler.poll() is None, log.read_text()
-            assert time.monotonic() < end_s, log.read_text()
-            time.sleep(0.05)
-        with Client(found[1]) as client:
+        with Client(procs.address_of(scheduler, log, START_S)) as client:
             status = client.status()
         assert (status.run, status.phase, status.dataset_size > 0) == ("word-problems", "starting", True)
         scheduler.send_signal(signal.SIGTERM)

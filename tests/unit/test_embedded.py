@@ -5,7 +5,6 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import redis
 
 from stretto import embedded, process
 from stretto.errors import NotFoundError, UnavailableError
+from tests.waits import until
 
 PARENT = """
 import sys, time
@@ -22,13 +22,6 @@ server = embedded.start(Path(sys.argv[1]))
 print(server.pid, server.url, flush=True)
 time.sleep(60)
 """
-
-
-def wait_until_gone(pid: int, deadline_s: float = 2.0) -> None:
-    deadline = time.monotonic() + deadline_s
-    while process.is_alive(pid):
-        assert time.monotonic() < deadline, f"process {pid} is still there after {deadline_s} s"
-        time.sleep(0.01)
 
 
 def test_a_server_answers_and_persists_when_start_returns(valkey: embedded.EmbeddedServer) -> None:
@@ -49,7 +42,7 @@ def test_a_killed_server_comes_back_on_its_port_with_its_data(tmp_path: Path) ->
     with redis.Redis.from_url(first.url) as client:
         client.set("k", "v")
     os.kill(first.pid, signal.SIGKILL)
-    wait_until_ended(first)
+    until(lambda: first.exit_code() is not None)
     second = embedded.start(tmp_path, first.port, first.password)
     with redis.Redis.from_url(first.url) as client:
         assert client.get("k") == b"v"
@@ -58,20 +51,13 @@ def test_a_killed_server_comes_back_on_its_port_with_its_data(tmp_path: Path) ->
     assert not any(stat.S_IMODE(f.stat().st_mode) & 0o022 for f in tmp_path.rglob("*"))
 
 
-def wait_until_ended(server: embedded.EmbeddedServer) -> None:
-    deadline = time.monotonic() + 2
-    while server.exit_code() is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_no_server_outlives_a_killed_parent(tmp_path: Path) -> None:
     parent = subprocess.Popen([sys.executable, "-c", PARENT, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
     pid = int(parent.stdout.readline().split()[0])
     parent.kill()
     parent.wait()
-    wait_until_gone(pid)
+    until(lambda: not process.is_alive(pid), deadline_s=2.0)
 
 
 def test_a_taken_port_is_an_error_with_the_servers_own_words(valkey: embedded.EmbeddedServer, tmp_path: Path) -> None:
