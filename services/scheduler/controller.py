@@ -51,6 +51,8 @@ TICK_MAX_S = 1.0
 """Expiry is looked for at least this often."""
 GOODBYE_S = 3.0
 """A draining replica that holds nothing and is silent this long has left."""
+FORGET_LEASES = 10
+"""A replica unheard for this many times lease_s is forgotten, so that names which never come back do not pile up."""
 
 
 class Prompts(Protocol):
@@ -178,6 +180,7 @@ class Controller:
             lost = recovery.lost_leases(view, sessions, now_s=self._clock(), lease_s=rules.lease_s, group_deadline_s=rules.group_deadline_s)
             await self._expire(lost)
             await self._see_off()
+            await self._forget()
             metrics.observe(await self.ledger.view())
         metrics.REPLICAS.set(len(self.here()))
         metrics.COMPLETIONS_PER_S.set(self.completions.per_s(self._clock()))
@@ -368,6 +371,15 @@ class Controller:
             await self.ledger.session(replica.replica_id, "leave", replica.record(), epoch=replica.epoch, text=text)
             log.warning("replica_left", extra={"fields": {"replica": replica.replica_id, "why": why}})
             self._note()
+
+    async def _forget(self) -> None:
+        """Sessions that ended long ago; who comes back joins anew."""
+        now_s = self._clock()
+        for name, replica in list(self.replicas.items()):
+            if replica.is_gone and now_s - replica.heard_s > FORGET_LEASES * self._rules.lease_s:
+                await self.ledger.session(name, "forget", {}, epoch=replica.epoch)
+                del self.replicas[name]
+                self._note()
 
     # ---------------------------------------------------------------------------------------------------- leases
 

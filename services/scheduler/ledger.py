@@ -16,7 +16,7 @@ Keys, all `stretto:{run}:<name>` (the braces put a run into one slot of a cluste
     prompts          hash    uid -> Prompt (protobuf); written once, never changed (I7)        with its group
     traj:<uid>       hash    index -> Trajectory (protobuf); p<index> -> partial answer        with its group
     queue            list    users' prompts that have not entered, oldest first                until they enter
-    replicas         hash    replica -> session (JSON, sessions.py)                            for ever
+    replicas         hash    replica -> session (JSON, sessions.py)                            until long unheard
     evaluations      hash    id -> plan (JSON, evaluations.py) of open evaluations             until they end
     results          hash    id -> Evaluation (protobuf)                                       for ever
     events           stream  what WatchEvents shows; about the newest EVENTS_MAX               -
@@ -381,7 +381,7 @@ class Ledger:
     async def session(
         self, replica: str, verb: str, session: Mapping[str, Any], *, epoch: int = 0, text: str = "", op: str | None = None
     ) -> int:
-        """verb: join (answers the new epoch), beat or leave."""
+        """verb: join (answers the new epoch), beat, leave or forget."""
         args = {"replica": replica, "verb": verb, "epoch": epoch, "session": dict(session), "text": text}
         answer = await self._transition("session", args, keys=[self.key("replicas"), self.key("replica_epochs")], op=op)
         return int(answer["epoch"])

@@ -941,7 +941,7 @@ class Evaluation(_message.Message):
     num_sessions: _builtins.int
     num_failed: _builtins.int
     accuracy: _builtins.float
-    """Sampled accuracy over all sources: metrics["acc/mean@n"]."""
+    """Sampled accuracy over all sources: metrics["acc/mean@n"]; 0 when the reward reports no "acc" for any of them."""
     wall_s: _builtins.float
     outcome: _builtins.str
     """"complete", or "cut: deadline" with what is missing counted as failed."""

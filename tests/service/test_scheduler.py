@@ -7,6 +7,7 @@ import logging
 
 import pytest
 
+from services.scheduler.controller import FORGET_LEASES
 from services.scheduler.recovery import Expiry
 from stretto import embedded
 from stretto.errors import FencedError, InvalidArgumentError, NotFoundError, RefusedError, StaleError
@@ -307,6 +308,22 @@ async def test_leases_of_a_silent_replica_are_issued_again_first_and_only_for_wh
         assert sorted(await replica.report([*replica.ends("d0"), *replica.ends("d1")])) == ["d0", "d1"]
         assert list((await replica.beat()).lost_uids) == ["d0", "d1"]
         await other.finish()
+        await world.verify()
+
+
+async def test_a_replica_that_is_gone_for_ten_leases_is_forgotten_and_may_come_back(valkey: Valkey) -> None:
+    async with ring(valkey.url, recipe_of(lease_s=60)) as (world, _, replica):
+        await replica.poll(2)
+        await world.pass_s(61)
+        await world.pass_s(60 * FORGET_LEASES - 62)
+        assert [r.state for r in (await world.status()).replicas] == [spb.REPLICA_STATE_DEAD]
+        await world.pass_s(2)
+        assert list((await world.status()).replicas) == []
+        await world.restart()
+        assert list((await world.status()).replicas) == []
+        await replica.beat()
+        assert [r.replica_id for r in (await world.status()).replicas] == [replica.name]
+        assert replica.epoch == 2  # I6: whoever still runs under the first one is fenced
         await world.verify()
 
 
