@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from services.rollout.engine_torch import TorchEngine
     from services.rollout.reward import RewardPool
 
-SWITCH_INTERVAL_S = 0.0005
+SWITCH_INTERVAL_S = 0.0001
 """The engine's thread and the event loop share one interpreter lock: neither may keep the other for 5 ms, the default."""
 SERVER_GRACE_S = 1.0
 """For Generate calls in flight when the replica ends."""

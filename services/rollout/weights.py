@@ -154,9 +154,10 @@ class Follower:
         began_s = time.monotonic()
         try:
             is_quiet = await self._loader.quiesce()
-            is_loaded = await self._fetch_and_load(is_quiet)
-            stall_ms = await self._loader.proceed()
-            if is_loaded:
+            stall_ms = await self._fetch_and_load(is_quiet)
+            if stall_ms is None:
+                await self._loader.proceed()
+            else:
                 self._note_update(stall_ms, time.monotonic() - began_s)
         except StrettoError:
             if self.held is not None:
@@ -166,14 +167,14 @@ class Follower:
             self.is_updating = False
             self._on_change()
 
-    async def _fetch_and_load(self, is_quiet: bool) -> bool:
-        """Whether there was something to load; if so `held` is it, and the engine stands still."""
+    async def _fetch_and_load(self, is_quiet: bool) -> float | None:
+        """Milliseconds the engine stood still; `held` is what it goes on with. None when there was nothing to load."""
         aim, engine, began_s = self._newest, self._num_engines, time.monotonic()
         fetched: Fetched | None = await self._source.fetch(self.held)
         if fetched is None:  # nothing else is there any more
             if self._newest == aim:
                 self._newest = self.held
-            return False
+            return None
         id = VersionId(*fetched.id)
         try:
             if not is_quiet:  # leases that arrived during the fetch may have begun
@@ -182,16 +183,26 @@ class Follower:
         except StrettoError as err:
             await self._release(fetched, began_s, err.message)
             raise
+        if engine == self._num_engines and time.monotonic() - began_s < self._lease_s:
+            # The lease cannot have run out: the bytes were ours while they were copied, so the engine need not wait for the relay.
+            self._adopt(id, aim)
+            stall_ms = await self._loader.proceed()
+            await self._release(fetched, began_s, "")
+            return stall_ms
         is_intact = await self._release(fetched, began_s, "")
         if engine != self._num_engines:
             raise UnavailableError(f"the engine died after {id} was loaded")
         if not is_intact:
             self.held = None
             raise CorruptError(f"{id} may have been overwritten while it was loaded, {time.monotonic() - began_s:.1f} s after its fetch")
+        self._adopt(id, aim)
+        return await self._loader.proceed()
+
+    def _adopt(self, id: VersionId, aim: VersionId | None) -> None:
+        """The engine holds `id`."""
         self.held = id
         if self._newest == aim:
             self._newest = id
-        return True
 
     def _note_update(self, stall_ms: float, took_s: float) -> None:
         assert self.held is not None
