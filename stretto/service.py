@@ -19,7 +19,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from typing import Any
 
 from stretto import recipe as recipes
 from stretto import telemetry
@@ -72,6 +73,13 @@ def limit_threads(num_threads: int) -> None:
     """Threads of the libraries that compute. Only before they are imported, as that is when they look."""
     os.environ.setdefault("OMP_NUM_THREADS", str(num_threads))
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def run(serve: Coroutine[Any, Any, None]) -> None:
+    """The service's event loop until `serve` ends. libuv's loop: a fifth less CPU per call than asyncio's own."""
+    import uvloop
+
+    uvloop.run(serve)
 
 
 def drain_on_signals(drain: Callable[[], object]) -> None:

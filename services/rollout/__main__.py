@@ -39,7 +39,7 @@ def _run(recipe: Recipe, replica_id: str | None) -> None:
     service.limit_threads(recipe.rollout.threads)  # before the reward pool forks, too
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     prepare.wait_until_made(recipe, "model")
-    asyncio.run(_serve(recipe, replica_id or default_replica_id(platform.node(), recipe.rollout.listen)))
+    service.run(_serve(recipe, replica_id or default_replica_id(platform.node(), recipe.rollout.listen)))
 
 
 def default_replica_id(host: str, listen: str) -> str:

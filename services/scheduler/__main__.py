@@ -33,7 +33,7 @@ def _run(recipe: Recipe) -> None:
     service.limit_threads(1)
     prepare.make_missing(recipe, "data", prepare.write_data)
     prepare.wait_until_made(recipe, "model")  # its tokenizer
-    asyncio.run(_serve(recipe))
+    service.run(_serve(recipe))
 
 
 async def _serve(recipe: Recipe) -> None:

@@ -19,7 +19,7 @@ DRAIN_S = 3.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     recipe = service.begin("weightsync", service.parser("weightsync", "The relay of weights.").parse_args(argv))
-    return service.exit_code("weightsync", lambda: asyncio.run(_serve(recipe)))
+    return service.exit_code("weightsync", lambda: service.run(_serve(recipe)))
 
 
 async def _serve(recipe: Recipe) -> None:

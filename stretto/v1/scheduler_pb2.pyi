@@ -496,6 +496,8 @@ class OpenTrainerRequest(_message.Message):
     ADDRESS_FIELD_NUMBER: _builtins.int
     TOTAL_STEPS_FIELD_NUMBER: _builtins.int
     BATCH_GROUPS_FIELD_NUMBER: _builtins.int
+    CUT_ID_FIELD_NUMBER: _builtins.int
+    EPOCH_FLOOR_FIELD_NUMBER: _builtins.int
     operation_id: _builtins.str
     resume_step: _builtins.int
     """Step of the checkpoint resumed from; 0 = base weights."""
@@ -505,6 +507,10 @@ class OpenTrainerRequest(_message.Message):
     """Total steps of the run, > 0."""
     batch_groups: _builtins.int
     """Groups per step, > 0."""
+    cut_id: _builtins.str
+    """Id of the cut resumed from; empty = base weights."""
+    epoch_floor: _builtins.int
+    """Newest trainer epoch that the caller knows of (its checkpoint's, the relay's): the answer's is greater."""
     def __init__(
         self,
         *,
@@ -513,10 +519,12 @@ class OpenTrainerRequest(_message.Message):
         address: _builtins.str = ...,
         total_steps: _builtins.int = ...,
         batch_groups: _builtins.int = ...,
+        cut_id: _builtins.str = ...,
+        epoch_floor: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "batch_groups", b"batch_groups", "operation_id", b"operation_id", "resume_step", b"resume_step", "total_steps", b"total_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "batch_groups", b"batch_groups", "cut_id", b"cut_id", "epoch_floor", b"epoch_floor", "operation_id", b"operation_id", "resume_step", b"resume_step", "total_steps", b"total_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -529,26 +537,129 @@ class OpenTrainerResponse(_message.Message):
     TRAINER_EPOCH_FIELD_NUMBER: _builtins.int
     EVENT_ID_FIELD_NUMBER: _builtins.int
     NUM_REOPENED_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_NEEDED_FIELD_NUMBER: _builtins.int
     trainer_epoch: _builtins.int
     """Fencing epoch of this trainer, and the trainer_epoch of its WeightsIds."""
     event_id: _builtins.str
     """Newest event id at this moment: where to begin watching."""
     num_reopened: _builtins.int
     """Groups that became finished again because later steps had consumed them."""
+    snapshot_needed: _builtins.str
+    """The store is not at a point from which `resume_step` can be continued (it was lost, or is past an older cut): nothing was
+    opened. Call RestoreLedger with the cut's snapshot, then OpenTrainer again. Says why.
+    """
     def __init__(
         self,
         *,
         trainer_epoch: _builtins.int = ...,
         event_id: _builtins.str = ...,
         num_reopened: _builtins.int = ...,
+        snapshot_needed: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event_id", b"event_id", "num_reopened", b"num_reopened", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event_id", b"event_id", "num_reopened", b"num_reopened", "snapshot_needed", b"snapshot_needed", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___OpenTrainerResponse: _TypeAlias = OpenTrainerResponse  # noqa: Y015
+
+@_typing.final
+class SnapshotLedgerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRAINER_EPOCH_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    trainer_epoch: _builtins.int
+    step: _builtins.int
+    """The step just committed: the snapshot is of the ledger between it and the next."""
+    def __init__(
+        self,
+        *,
+        trainer_epoch: _builtins.int = ...,
+        step: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["step", b"step", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SnapshotLedgerRequest: _TypeAlias = SnapshotLedgerRequest  # noqa: Y015
+
+@_typing.final
+class SnapshotLedgerResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: _builtins.int
+    data: _builtins.bytes
+    """The next part of a serialised LedgerSnapshot, about 1 MiB."""
+    def __init__(
+        self,
+        *,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SnapshotLedgerResponse: _TypeAlias = SnapshotLedgerResponse  # noqa: Y015
+
+@_typing.final
+class RestoreLedgerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPERATION_ID_FIELD_NUMBER: _builtins.int
+    CUT_ID_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    DATA_FIELD_NUMBER: _builtins.int
+    operation_id: _builtins.str
+    """First message only."""
+    cut_id: _builtins.str
+    step: _builtins.int
+    data: _builtins.bytes
+    """The next part of a serialised LedgerSnapshot."""
+    def __init__(
+        self,
+        *,
+        operation_id: _builtins.str = ...,
+        cut_id: _builtins.str = ...,
+        step: _builtins.int = ...,
+        data: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut_id", b"cut_id", "data", b"data", "operation_id", b"operation_id", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreLedgerRequest: _TypeAlias = RestoreLedgerRequest  # noqa: Y015
+
+@_typing.final
+class RestoreLedgerResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUM_GROUPS_FIELD_NUMBER: _builtins.int
+    NUM_ORDINALS_AGAIN_FIELD_NUMBER: _builtins.int
+    num_groups: _builtins.int
+    """Open groups that came back: finished ones with their trajectories, the others pending, first in line."""
+    num_ordinals_again: _builtins.int
+    """Ordinals whose work after the cut was thrown away: they come again."""
+    def __init__(
+        self,
+        *,
+        num_groups: _builtins.int = ...,
+        num_ordinals_again: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_groups", b"num_groups", "num_ordinals_again", b"num_ordinals_again"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RestoreLedgerResponse: _TypeAlias = RestoreLedgerResponse  # noqa: Y015
 
 @_typing.final
 class SampleBatchRequest(_message.Message):
@@ -680,20 +791,24 @@ class CommitCheckpointRequest(_message.Message):
     TRAINER_EPOCH_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
+    CUT_ID_FIELD_NUMBER: _builtins.int
     trainer_epoch: _builtins.int
     step: _builtins.int
     path: _builtins.str
     """Folder of the checkpoint, for people."""
+    cut_id: _builtins.str
+    """Id of the cut that the checkpoint is."""
     def __init__(
         self,
         *,
         trainer_epoch: _builtins.int = ...,
         step: _builtins.int = ...,
         path: _builtins.str = ...,
+        cut_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "step", b"step", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut_id", b"cut_id", "path", b"path", "step", b"step", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1267,6 +1382,8 @@ class GetStatusResponse(_message.Message):
     PAUSE_REASON_FIELD_NUMBER: _builtins.int
     NUM_TRAJECTORIES_FIELD_NUMBER: _builtins.int
     COMPLETIONS_PER_S_FIELD_NUMBER: _builtins.int
+    CUT_ID_FIELD_NUMBER: _builtins.int
+    NUM_TOKENS_FIELD_NUMBER: _builtins.int
     run: _builtins.str
     phase: Global___RunPhase.ValueType
     total_steps: _builtins.int
@@ -1288,6 +1405,10 @@ class GetStatusResponse(_message.Message):
     num_trajectories: _builtins.int
     """Trajectories reported since the run began."""
     completions_per_s: _builtins.float
+    cut_id: _builtins.str
+    """The cut this ledger can be resumed from: id of the newest durable checkpoint, "" before the first."""
+    num_tokens: _builtins.int
+    """Of trajectories reported so far, also of ones thrown away since."""
     @_builtins.property
     def occupancy(self) -> Global___Occupancy: ...
     @_builtins.property
@@ -1319,10 +1440,12 @@ class GetStatusResponse(_message.Message):
         pause_reason: _builtins.str = ...,
         num_trajectories: _builtins.int = ...,
         completions_per_s: _builtins.float = ...,
+        cut_id: _builtins.str = ...,
+        num_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["last_evaluation", b"last_evaluation", "occupancy", b"occupancy", "trainer", b"trainer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_groups", b"batch_groups", "checkpoint_step", b"checkpoint_step", "committed_step", b"committed_step", "completions_per_s", b"completions_per_s", "cursor", b"cursor", "dataset_size", b"dataset_size", "lag_trained_max", b"lag_trained_max", "last_evaluation", b"last_evaluation", "max_lag", b"max_lag", "num_evicted", b"num_evicted", "num_failed", b"num_failed", "num_reissued", b"num_reissued", "num_trajectories", b"num_trajectories", "occupancy", b"occupancy", "pause_reason", b"pause_reason", "phase", b"phase", "replicas", b"replicas", "run", b"run", "total_steps", b"total_steps", "trainer", b"trainer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_groups", b"batch_groups", "checkpoint_step", b"checkpoint_step", "committed_step", b"committed_step", "completions_per_s", b"completions_per_s", "cursor", b"cursor", "cut_id", b"cut_id", "dataset_size", b"dataset_size", "lag_trained_max", b"lag_trained_max", "last_evaluation", b"last_evaluation", "max_lag", b"max_lag", "num_evicted", b"num_evicted", "num_failed", b"num_failed", "num_reissued", b"num_reissued", "num_tokens", b"num_tokens", "num_trajectories", b"num_trajectories", "occupancy", b"occupancy", "pause_reason", b"pause_reason", "phase", b"phase", "replicas", b"replicas", "run", b"run", "total_steps", b"total_steps", "trainer", b"trainer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -75,6 +75,16 @@ class SchedulerServiceStub(object):
                 request_serializer=stretto_dot_v1_dot_scheduler__pb2.CommitCheckpointRequest.SerializeToString,
                 response_deserializer=stretto_dot_v1_dot_scheduler__pb2.CommitCheckpointResponse.FromString,
                 _registered_method=True)
+        self.SnapshotLedger = channel.unary_stream(
+                '/stretto.v1.SchedulerService/SnapshotLedger',
+                request_serializer=stretto_dot_v1_dot_scheduler__pb2.SnapshotLedgerRequest.SerializeToString,
+                response_deserializer=stretto_dot_v1_dot_scheduler__pb2.SnapshotLedgerResponse.FromString,
+                _registered_method=True)
+        self.RestoreLedger = channel.stream_unary(
+                '/stretto.v1.SchedulerService/RestoreLedger',
+                request_serializer=stretto_dot_v1_dot_scheduler__pb2.RestoreLedgerRequest.SerializeToString,
+                response_deserializer=stretto_dot_v1_dot_scheduler__pb2.RestoreLedgerResponse.FromString,
+                _registered_method=True)
         self.SubmitPrompts = channel.unary_unary(
                 '/stretto.v1.SchedulerService/SubmitPrompts',
                 request_serializer=stretto_dot_v1_dot_scheduler__pb2.SubmitPromptsRequest.SerializeToString,
@@ -185,6 +195,20 @@ class SchedulerServiceServicer(object):
 
     def CommitCheckpoint(self, request, context):
         """A checkpoint that contains `step` is durable: groups of steps <= step leave the store. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SnapshotLedger(self, request, context):
+        """The whole ledger as it is after `step`, for the checkpoint. Fenced. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RestoreLedger(self, request_iterator, context):
+        """Puts the ledger back to a cut: only when OpenTrainer asked for it. Idempotent by operation_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -302,6 +326,16 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.CommitCheckpoint,
                     request_deserializer=stretto_dot_v1_dot_scheduler__pb2.CommitCheckpointRequest.FromString,
                     response_serializer=stretto_dot_v1_dot_scheduler__pb2.CommitCheckpointResponse.SerializeToString,
+            ),
+            'SnapshotLedger': grpc.unary_stream_rpc_method_handler(
+                    servicer.SnapshotLedger,
+                    request_deserializer=stretto_dot_v1_dot_scheduler__pb2.SnapshotLedgerRequest.FromString,
+                    response_serializer=stretto_dot_v1_dot_scheduler__pb2.SnapshotLedgerResponse.SerializeToString,
+            ),
+            'RestoreLedger': grpc.stream_unary_rpc_method_handler(
+                    servicer.RestoreLedger,
+                    request_deserializer=stretto_dot_v1_dot_scheduler__pb2.RestoreLedgerRequest.FromString,
+                    response_serializer=stretto_dot_v1_dot_scheduler__pb2.RestoreLedgerResponse.SerializeToString,
             ),
             'SubmitPrompts': grpc.unary_unary_rpc_method_handler(
                     servicer.SubmitPrompts,
@@ -571,6 +605,60 @@ class SchedulerService(object):
             '/stretto.v1.SchedulerService/CommitCheckpoint',
             stretto_dot_v1_dot_scheduler__pb2.CommitCheckpointRequest.SerializeToString,
             stretto_dot_v1_dot_scheduler__pb2.CommitCheckpointResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SnapshotLedger(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/stretto.v1.SchedulerService/SnapshotLedger',
+            stretto_dot_v1_dot_scheduler__pb2.SnapshotLedgerRequest.SerializeToString,
+            stretto_dot_v1_dot_scheduler__pb2.SnapshotLedgerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RestoreLedger(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/stretto.v1.SchedulerService/RestoreLedger',
+            stretto_dot_v1_dot_scheduler__pb2.RestoreLedgerRequest.SerializeToString,
+            stretto_dot_v1_dot_scheduler__pb2.RestoreLedgerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -59,6 +59,10 @@ class SchedulerServiceStub:
     """Step trained and its version published: its groups leave the window. Idempotent per (epoch, step)."""
     CommitCheckpoint: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.CommitCheckpointRequest, _scheduler_pb2.CommitCheckpointResponse]
     """A checkpoint that contains `step` is durable: groups of steps <= step leave the store. Idempotent."""
+    SnapshotLedger: _grpc.UnaryStreamMultiCallable[_scheduler_pb2.SnapshotLedgerRequest, _scheduler_pb2.SnapshotLedgerResponse]
+    """The whole ledger as it is after `step`, for the checkpoint. Fenced. Idempotent."""
+    RestoreLedger: _grpc.StreamUnaryMultiCallable[_scheduler_pb2.RestoreLedgerRequest, _scheduler_pb2.RestoreLedgerResponse]
+    """Puts the ledger back to a cut: only when OpenTrainer asked for it. Idempotent by operation_id."""
     SubmitPrompts: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.SubmitPromptsRequest, _scheduler_pb2.SubmitPromptsResponse]
     """A user's own prompts, trained in order of submission between the dataset's. Idempotent by operation_id."""
     Evaluate: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.EvaluateRequest, _scheduler_pb2.EvaluateResponse]
@@ -107,6 +111,10 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     """Step trained and its version published: its groups leave the window. Idempotent per (epoch, step)."""
     CommitCheckpoint: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.CommitCheckpointRequest, _scheduler_pb2.CommitCheckpointResponse]  # type: ignore[assignment]
     """A checkpoint that contains `step` is durable: groups of steps <= step leave the store. Idempotent."""
+    SnapshotLedger: _aio.UnaryStreamMultiCallable[_scheduler_pb2.SnapshotLedgerRequest, _scheduler_pb2.SnapshotLedgerResponse]  # type: ignore[assignment]
+    """The whole ledger as it is after `step`, for the checkpoint. Fenced. Idempotent."""
+    RestoreLedger: _aio.StreamUnaryMultiCallable[_scheduler_pb2.RestoreLedgerRequest, _scheduler_pb2.RestoreLedgerResponse]  # type: ignore[assignment]
+    """Puts the ledger back to a cut: only when OpenTrainer asked for it. Idempotent by operation_id."""
     SubmitPrompts: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.SubmitPromptsRequest, _scheduler_pb2.SubmitPromptsResponse]  # type: ignore[assignment]
     """A user's own prompts, trained in order of submission between the dataset's. Idempotent by operation_id."""
     Evaluate: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.EvaluateRequest, _scheduler_pb2.EvaluateResponse]  # type: ignore[assignment]
@@ -200,6 +208,22 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.CommitCheckpointResponse, _abc.Awaitable[_scheduler_pb2.CommitCheckpointResponse]]:
         """A checkpoint that contains `step` is durable: groups of steps <= step leave the store. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def SnapshotLedger(
+        self,
+        request: _scheduler_pb2.SnapshotLedgerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.SnapshotLedgerResponse], _abc.AsyncIterator[_scheduler_pb2.SnapshotLedgerResponse]]:
+        """The whole ledger as it is after `step`, for the checkpoint. Fenced. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def RestoreLedger(
+        self,
+        request_iterator: _MaybeAsyncIterator[_scheduler_pb2.RestoreLedgerRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_scheduler_pb2.RestoreLedgerResponse, _abc.Awaitable[_scheduler_pb2.RestoreLedgerResponse]]:
+        """Puts the ledger back to a cut: only when OpenTrainer asked for it. Idempotent by operation_id."""
 
     @_abc_1.abstractmethod
     def SubmitPrompts(

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18stretto/v1/trainer.proto\x12\nstretto.v1\" \n\x1eTrainerServiceGetStatusRequest\"\xc3\x02\n\x1fTrainerServiceGetStatusResponse\x12\x15\n\rtrainer_epoch\x18\x01 \x01(\x03\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x13\n\x0btotal_steps\x18\x03 \x01(\x03\x12\x17\n\x0foptimizer_steps\x18\x04 \x01(\x03\x12\x17\n\x0f\x63heckpoint_step\x18\x05 \x01(\x03\x12\x10\n\x08\x61\x63tivity\x18\x06 \x01(\t\x12\x12\n\nactivity_s\x18\x07 \x01(\x01\x12\x13\n\x0bwait_reason\x18\x08 \x01(\t\x12I\n\x07metrics\x18\t \x03(\x0b\x32\x38.stretto.v1.TrainerServiceGetStatusResponse.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"-\n\x15SaveCheckpointRequest\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\"4\n\x16SaveCheckpointResponse\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x0c\n\x04path\x18\x02 \x01(\t2\xcf\x01\n\x0eTrainerService\x12\x64\n\tGetStatus\x12*.stretto.v1.TrainerServiceGetStatusRequest\x1a+.stretto.v1.TrainerServiceGetStatusResponse\x12W\n\x0eSaveCheckpoint\x12!.stretto.v1.SaveCheckpointRequest\x1a\".stretto.v1.SaveCheckpointResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18stretto/v1/trainer.proto\x12\nstretto.v1\" \n\x1eTrainerServiceGetStatusRequest\"\xd3\x02\n\x1fTrainerServiceGetStatusResponse\x12\x15\n\rtrainer_epoch\x18\x01 \x01(\x03\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x13\n\x0btotal_steps\x18\x03 \x01(\x03\x12\x17\n\x0foptimizer_steps\x18\x04 \x01(\x03\x12\x17\n\x0f\x63heckpoint_step\x18\x05 \x01(\x03\x12\x10\n\x08\x61\x63tivity\x18\x06 \x01(\t\x12\x12\n\nactivity_s\x18\x07 \x01(\x01\x12\x13\n\x0bwait_reason\x18\x08 \x01(\t\x12I\n\x07metrics\x18\t \x03(\x0b\x32\x38.stretto.v1.TrainerServiceGetStatusResponse.MetricsEntry\x12\x0e\n\x06\x63ut_id\x18\n \x01(\t\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"-\n\x15SaveCheckpointRequest\x12\x14\n\x0coperation_id\x18\x01 \x01(\t\"D\n\x16SaveCheckpointResponse\x12\x0c\n\x04step\x18\x01 \x01(\x03\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06\x63ut_id\x18\x03 \x01(\t2\xcf\x01\n\x0eTrainerService\x12\x64\n\tGetStatus\x12*.stretto.v1.TrainerServiceGetStatusRequest\x1a+.stretto.v1.TrainerServiceGetStatusResponse\x12W\n\x0eSaveCheckpoint\x12!.stretto.v1.SaveCheckpointRequest\x1a\".stretto.v1.SaveCheckpointResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,13 +36,13 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_TRAINERSERVICEGETSTATUSREQUEST']._serialized_start=40
   _globals['_TRAINERSERVICEGETSTATUSREQUEST']._serialized_end=72
   _globals['_TRAINERSERVICEGETSTATUSRESPONSE']._serialized_start=75
-  _globals['_TRAINERSERVICEGETSTATUSRESPONSE']._serialized_end=398
-  _globals['_TRAINERSERVICEGETSTATUSRESPONSE_METRICSENTRY']._serialized_start=352
-  _globals['_TRAINERSERVICEGETSTATUSRESPONSE_METRICSENTRY']._serialized_end=398
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=400
-  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=445
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=447
-  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=499
-  _globals['_TRAINERSERVICE']._serialized_start=502
-  _globals['_TRAINERSERVICE']._serialized_end=709
+  _globals['_TRAINERSERVICEGETSTATUSRESPONSE']._serialized_end=414
+  _globals['_TRAINERSERVICEGETSTATUSRESPONSE_METRICSENTRY']._serialized_start=368
+  _globals['_TRAINERSERVICEGETSTATUSRESPONSE_METRICSENTRY']._serialized_end=414
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_start=416
+  _globals['_SAVECHECKPOINTREQUEST']._serialized_end=461
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_start=463
+  _globals['_SAVECHECKPOINTRESPONSE']._serialized_end=531
+  _globals['_TRAINERSERVICE']._serialized_start=534
+  _globals['_TRAINERSERVICE']._serialized_end=741
 # @@protoc_insertion_point(module_scope)

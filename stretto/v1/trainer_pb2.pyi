@@ -66,6 +66,7 @@ class TrainerServiceGetStatusResponse(_message.Message):
     ACTIVITY_S_FIELD_NUMBER: _builtins.int
     WAIT_REASON_FIELD_NUMBER: _builtins.int
     METRICS_FIELD_NUMBER: _builtins.int
+    CUT_ID_FIELD_NUMBER: _builtins.int
     trainer_epoch: _builtins.int
     step: _builtins.int
     """Newest finished step."""
@@ -78,6 +79,8 @@ class TrainerServiceGetStatusResponse(_message.Message):
     """Seconds in that activity."""
     wait_reason: _builtins.str
     """Why it waits ("step 4 waits for 3 groups"), empty when it does not."""
+    cut_id: _builtins.str
+    """The cut it would resume from: id of its newest durable checkpoint, "" before the first."""
     @_builtins.property
     def metrics(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]: ...
     def __init__(
@@ -92,10 +95,11 @@ class TrainerServiceGetStatusResponse(_message.Message):
         activity_s: _builtins.float = ...,
         wait_reason: _builtins.str = ...,
         metrics: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        cut_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "activity_s", b"activity_s", "checkpoint_step", b"checkpoint_step", "metrics", b"metrics", "optimizer_steps", b"optimizer_steps", "step", b"step", "total_steps", b"total_steps", "trainer_epoch", b"trainer_epoch", "wait_reason", b"wait_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["activity", b"activity", "activity_s", b"activity_s", "checkpoint_step", b"checkpoint_step", "cut_id", b"cut_id", "metrics", b"metrics", "optimizer_steps", b"optimizer_steps", "step", b"step", "total_steps", b"total_steps", "trainer_epoch", b"trainer_epoch", "wait_reason", b"wait_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -126,17 +130,20 @@ class SaveCheckpointResponse(_message.Message):
 
     STEP_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
+    CUT_ID_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     path: _builtins.str
+    cut_id: _builtins.str
     def __init__(
         self,
         *,
         step: _builtins.int = ...,
         path: _builtins.str = ...,
+        cut_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["path", b"path", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut_id", b"cut_id", "path", b"path", "step", b"step"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -2,8 +2,9 @@
 
     make bench        or        OMP_NUM_THREADS=1 python -m tests.bench.main [--rounds 3] [--steps 60]
 
-Every round runs the bare loop, the run with max_lag 2 and the run with max_lag 0, one after the other, so that ratios are of one
-and the same hour; medians over the rounds count. Completions per second are counted from the end of step 5 to the end of the last.
+Every round runs the bare loop before and after the run with max_lag 2, then the run with max_lag 0 and the bare loop that pads
+(each answer with its own copy of the prompt, as most trainers do), so that ratios are of one and the same minute; medians over the
+rounds count. Completions per second are counted from the end of step 5 to the end of the last.
 Writes build/bench/main.json.
 """
 
@@ -130,8 +131,8 @@ def _read(folder: Path) -> Measured:
     )
 
 
-def run_bare(made: Path, steps: int) -> dict[str, float]:
-    command = [sys.executable, "-m", "tests.bench.bare_loop", str(RECIPE), f"run.folder={made}", f"trainer.steps={steps}"]
+def run_bare(made: Path, steps: int, *overrides: str) -> dict[str, float]:
+    command = [sys.executable, "-m", "tests.bench.bare_loop", str(RECIPE), f"run.folder={made}", f"trainer.steps={steps}", *overrides]
     done = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=LIMIT_S, cwd=ROOT)
     if done.returncode:
         sys.exit(f"the bare loop failed:\n{done.stderr[-3000:]}")
@@ -155,15 +156,20 @@ def main() -> None:
     OUT.mkdir(parents=True, exist_ok=True)
     made = _made()
     bare: list[dict[str, float]] = []
+    padded: list[dict[str, float]] = []
     runs: dict[str, list[Measured]] = {"async": [], "sync": []}
     for number in range(given.rounds):
-        bare.append(run_bare(made, given.steps))
+        before = run_bare(made, given.steps)
         for name, lag in (("async", 2), ("sync", 0)):
             runs[name].append(run_system(made, f"{name}-{number}", *QUIET, f"scheduler.max_lag={lag}", f"trainer.steps={given.steps}"))
+            if name == "async":
+                after = run_bare(made, given.steps)
+                bare.append({key: (before[key] + after[key]) / 2 for key in before})
+        padded.append(run_bare(made, given.steps, "trainer.layout=padded"))
     judged = run_system(made, "judged", f"trainer.steps={given.steps}")
-    found = _figures(bare, runs, judged, run_ledger())
+    found = _figures(bare, padded, runs, judged, run_ledger())
     (OUT / "main.json").write_text(json.dumps(found, indent=2) + "\n")
-    _show(bare, runs, found)
+    _show({"bare loop": bare, "bare loop, padded": padded}, runs, found)
 
 
 def _made() -> Path:
@@ -181,21 +187,29 @@ def _made() -> Path:
     return folder
 
 
-def _figures(bare: list[dict[str, float]], runs: dict[str, list[Measured]], judged: Measured, ledger: dict[str, float]) -> dict[str, Any]:
+def _figures(
+    bare: list[dict[str, float]],
+    padded: list[dict[str, float]],
+    runs: dict[str, list[Measured]],
+    judged: Measured,
+    ledger: dict[str, float],
+) -> dict[str, Any]:
     def mid(name: str, what: str) -> float:
         return median(getattr(m, what) for m in runs[name])
 
     trainer, rollout = mid("async", "trainer_busy"), mid("async", "rollout_busy")
-    bare_per_s = median(b["completions_per_s"] for b in bare)
+
+    def over(loop: list[dict[str, float]]) -> float:
+        return median(m.completions_per_s / b["completions_per_s"] for m, b in zip(runs["async"], loop, strict=True))
+
     return {
         "accuracy_start": judged.accuracy[min(judged.accuracy)],
         "accuracy_end": judged.accuracy[max(judged.accuracy)],
         "wall_s": judged.wall_s,
         "completions_per_s": mid("async", "completions_per_s"),
-        "completions_over_bare_loop": median(
-            m.completions_per_s / b["completions_per_s"] for m, b in zip(runs["async"], bare, strict=True)
-        ),
-        "bare_loop_completions_per_s": bare_per_s,
+        "completions_over_bare_loop": over(bare),
+        "completions_over_bare_loop_padded": over(padded),
+        "bare_loop_completions_per_s": median(b["completions_per_s"] for b in bare),
         "async_over_sync_throughput": median(
             a.completions_per_s / s.completions_per_s for a, s in zip(runs["async"], runs["sync"], strict=True)
         ),
@@ -206,11 +220,12 @@ def _figures(bare: list[dict[str, float]], runs: dict[str, list[Measured]], judg
     }
 
 
-def _show(bare: list[dict[str, float]], runs: dict[str, list[Measured]], found: dict[str, Any]) -> None:
+def _show(loops: dict[str, list[dict[str, float]]], runs: dict[str, list[Measured]], found: dict[str, Any]) -> None:
     table = Table("", "completions/s", "ms/step", "trainer busy", "rollout busy", "mean lag", "reward, last 5 steps")
-    per_s, step_ms = (median(b[k] for b in bare) for k in ("completions_per_s", "step_s"))
-    busy, reward = (median(b[k] for b in bare) for k in ("trainer_busy_share", "reward_last_5"))
-    table.add_row("bare loop", f"{per_s:,.0f}", f"{1000 * step_ms:.0f}", f"{busy:.0%}", "", "", f"{reward:.2f}")
+    for label, loop in loops.items():
+        keys = ("completions_per_s", "step_s", "trainer_busy_share", "reward_last_5")
+        per_s, step_s, busy, reward = (median(b[key] for b in loop) for key in keys)
+        table.add_row(label, f"{per_s:,.0f}", f"{1000 * step_s:.0f}", f"{busy:.0%}", "", "", f"{reward:.2f}")
     for name, label in (("async", "max_lag = 2"), ("sync", "max_lag = 0")):
         m = {
             k: median(getattr(r, k) for r in runs[name])
