@@ -84,12 +84,18 @@ def run_command(
     overrides: Overrides = None,
     headless: Annotated[bool, typer.Option("--headless", help="One line per step instead of the live picture.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Forget what earlier runs left in the run folder.")] = False,
+    resume: Annotated[
+        str, typer.Option("--resume", metavar="step=N", help="Go back to the checkpoint of step N; later ones are set aside.")
+    ] = "",
 ) -> None:
     """Run RECIPE on this machine; the same command resumes an interrupted run."""
-    from stretto import launch
+    from stretto import cuts, launch
 
+    step = cuts.parse(resume) if resume else None
+    if fresh and step is not None:
+        raise InvalidArgumentError(f"--fresh forgets what --resume {resume} would resume from: leave one out")
     console = _console()
-    sys.exit(launch.run(recipe, overrides or [], os.environ, is_headless=headless, is_fresh=fresh, console=console))
+    sys.exit(launch.run(recipe, overrides or [], os.environ, is_headless=headless, is_fresh=fresh, resume_step=step, console=console))
 
 
 @app.command()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from stretto import endpoints, plot, preflight, prepare, process, recipe, runs
+from stretto import cuts, endpoints, plot, preflight, prepare, process, recipe, runs
 from stretto.client import Client
 from stretto.errors import StrettoError
 from stretto.monitor import Monitor
@@ -49,8 +49,20 @@ class StoppedError(StrettoError):
     """Stopped by the user."""
 
 
-def run(config: Path, overrides: Sequence[str], environ: Mapping[str, str], *, is_headless: bool, is_fresh: bool, console: Console) -> int:
-    """Run the recipe to its end; the exit code. Raises StrettoError for what is wrong before the start."""
+def run(
+    config: Path,
+    overrides: Sequence[str],
+    environ: Mapping[str, str],
+    *,
+    is_headless: bool,
+    is_fresh: bool,
+    console: Console,
+    resume_step: int | None = None,
+) -> int:
+    """Run the recipe to its end; the exit code. Raises StrettoError for what is wrong before the start.
+
+    `resume_step` = go back to the checkpoint of that step; None = the newest.
+    """
     loaded = recipe.load(config, overrides, environ)
     interrupts = Interrupts()
     folder = loaded.run.folder
@@ -62,6 +74,9 @@ def run(config: Path, overrides: Sequence[str], environ: Mapping[str, str], *, i
     try:
         if is_fresh:
             _start_over(loaded)
+        if resume_step is not None:
+            for path in cuts.go_back(folder / "checkpoints", resume_step):
+                console.print(f"set aside: {path}", highlight=False, soft_wrap=True)
         _prepare(loaded, interrupts, console)
         return _Launch(loaded, config, made, lock, interrupts, console, is_headless).run(environ)
     except StoppedError:

@@ -244,6 +244,8 @@ class Trainer(_Section):
     """The last step is always saved."""
     keep_checkpoints: int = Field(default=2, ge=1)
     """Newest stable ones kept."""
+    checkpoint_deadline_s: float = Field(default=600.0, gt=0)
+    """How long the last checkpoint is tried again when it cannot be written (a full disk) before the trainer gives up."""
     sample_deadline_s: float = Field(default=1800.0, gt=0)
     """A batch not ready after this long ends the trainer with the blocker's name."""
 

@@ -52,6 +52,10 @@ class ChangedError(RefusedError):
     """The state changed after it was read: read it again and decide again."""
 
 
+class StoreLostError(UnavailableError):
+    """The store was emptied: it does not know the run it served."""
+
+
 @dataclass(frozen=True, slots=True)
 class Script:
     """A Lua script and the name the server knows it by."""
@@ -68,7 +72,13 @@ class Script:
 def _refusal(err: Exception) -> StrettoError | None:
     """The error that a script's reply "WORD message" stands for."""
     word, _, message = str(err).partition(" ")
-    cls = {"FENCED": FencedError, "REFUSED": RefusedError, "CHANGED": ChangedError, "INVALID": InvalidArgumentError}.get(word)
+    cls = {
+        "FENCED": FencedError,
+        "REFUSED": RefusedError,
+        "CHANGED": ChangedError,
+        "LOST": StoreLostError,
+        "INVALID": InvalidArgumentError,
+    }.get(word)
     return cls(message) if cls else None
 
 

@@ -116,6 +116,8 @@ class FakeScheduler(pb_grpc.SchedulerServiceServicer):
         self.stop_at = 0
         self.address = ""
         """Of the trainer that opened the run last."""
+        self.restored = b""
+        """Snapshot that a trainer brought back."""
 
     # ---- what tests do
 
@@ -147,13 +149,15 @@ class FakeScheduler(pb_grpc.SchedulerServiceServicer):
     async def OpenTrainer(self, request: pb.OpenTrainerRequest, context: Any) -> pb.OpenTrainerResponse:  # noqa: N802
         k, self.address = request.resume_step, request.address
         self._enter("OpenTrainer", k, None)
+        if k < self.checkpointed and request.cut_id:
+            return pb.OpenTrainerResponse(snapshot_needed=f"the store is at step {self.checkpointed}")
         if k < self.checkpointed:
             raise RefusedError(f"resume at {k}: the groups up to step {self.checkpointed} have left the store")
         reopened = [step for step in self.batches if step > k]
         for step in reopened:
             del self.batches[step]
             self.trained.pop(step, None)
-        self.epoch += 1
+        self.epoch = max(self.epoch, request.epoch_floor) + 1
         self.committed, self.first_versions[self.epoch] = k, k
         if k < self.total:
             self.phase = pb.RUN_PHASE_RUNNING
@@ -201,6 +205,18 @@ class FakeScheduler(pb_grpc.SchedulerServiceServicer):
             self.phase = pb.RUN_PHASE_FINISHING
         self.on_call("CommitCheckpoint", step, "after")
         return pb.CommitCheckpointResponse(num_removed=len(gone) * self.batch)
+
+    async def SnapshotLedger(self, request: pb.SnapshotLedgerRequest, context: Any) -> AsyncIterator[pb.SnapshotLedgerResponse]:  # noqa: N802
+        self._enter("SnapshotLedger", request.step, request.trainer_epoch)
+        for part in (b"ledger after ", str(request.step).encode()):
+            yield pb.SnapshotLedgerResponse(data=part)
+
+    async def RestoreLedger(self, request_iterator: Any, context: Any) -> pb.RestoreLedgerResponse:  # noqa: N802
+        async for request in request_iterator:
+            self._enter("RestoreLedger", request.step, None)
+            self.restored = request.data
+            self.checkpointed = self.committed = request.step
+        return pb.RestoreLedgerResponse()
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:  # noqa: N802
         self._enter("GetStatus", self.committed, None)

@@ -28,17 +28,20 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from google.protobuf.message import DecodeError
+
 from services.scheduler import admission, explain, metrics, recovery, sampling
 from services.scheduler.changes import Changes
 from services.scheduler.evaluations import Evaluations, Exam
 from services.scheduler.groups import Entry, State, View, Weights
-from services.scheduler.ledger import LeaseGrant, Ledger, Opened, Reported, TrajectoryEnd, grants_of, opened_of
+from services.scheduler.ledger import SNAPSHOT_FORMAT, LeaseGrant, Ledger, Opened, Reported, TrajectoryEnd, grants_of, opened_of
 from services.scheduler.sessions import RATE_S, Rate, Replica, sessions_of
-from stretto.errors import FencedError, InvalidArgumentError, NotFoundError, RefusedError, StaleError, StrettoError
+from stretto.errors import CorruptError, FencedError, InvalidArgumentError, NotFoundError, RefusedError, StaleError, StrettoError
 from stretto.recipe import Recipe
 from stretto.store import ChangedError
 from stretto.v1 import scheduler_pb2 as spb
 from stretto.v1 import types_pb2 as pb
+from stretto.v1.ledger_pb2 import LedgerSnapshot
 
 log = logging.getLogger("stretto.scheduler")
 T = TypeVar("T")
@@ -474,7 +477,11 @@ class Controller:
 
     def _hear_trainer(self, view: View, epoch: int) -> None:
         """I6. Raises FencedError for a trainer that is not the newest."""
-        if epoch != view.run.trainer_epoch:
+        if epoch > view.run.trainer_epoch:
+            raise NotFoundError(
+                f"the store does not know trainer epoch {epoch}: it was lost; open the run again from the newest checkpoint"
+            )
+        if epoch < view.run.trainer_epoch:
             raise FencedError(
                 f"trainer epoch {epoch} is older than {view.run.trainer_epoch}; another trainer took over this run; stop this one"
             )
@@ -497,13 +504,21 @@ class Controller:
             self._note()
             return opened_of(answer)
         opened = await self._decide(lambda view: self._reopen(view, request, op))
+        if opened.snapshot_needed:
+            log.warning("snapshot_needed", extra={"fields": {"resume_step": request.resume_step, "why": opened.snapshot_needed}})
+            return opened
         fields = {"epoch": opened.epoch, "resume_step": request.resume_step, "reopened": opened.reopened}
         log.info("trainer_opened", extra={"fields": fields})
         self._note()
         return opened
 
     async def _reopen(self, view: View, request: spb.OpenTrainerRequest, op: str) -> Opened:
-        resume = request.resume_step
+        resume, is_empty = request.resume_step, _is_empty(view)
+        found = recovery.gap(resume, cut_id=request.cut_id, run=view.run, is_empty=is_empty)
+        if isinstance(found, recovery.Refused):
+            raise RefusedError(found.reason)
+        if found:
+            return Opened(0, "", 0, found.reason)
         taken = [*await self.ledger.committed(), *(e for e in view.entries.values() if e.state is State.CONSUMED)]
         plan = recovery.reopen(resume, checkpoint=view.run.checkpoint, taken=taken)
         if isinstance(plan, recovery.Refused):
@@ -512,7 +527,6 @@ class Controller:
         results = {key: spb.Evaluation.FromString(blob) for key, blob in (await self.ledger.results()).items()}
         redone = [key for key, result in results.items() if key.startswith("s") and result.step > resume]
         view = await self.ledger.view()
-        is_empty = view.run.cursor == 0 and view.run.committed == 0 and not view.entries
         opened = await self.ledger.open_trainer(
             resume,
             finished=plan.finished,
@@ -523,6 +537,8 @@ class Controller:
             evaluations=redone,
             evaluation=self.evaluations.at_open(resume, request.total_steps, [key for key in results if key not in redone]),
             ordinal_first=self._lost_store(resume) if is_empty and resume else None,
+            cut_id=request.cut_id,
+            epoch_floor=request.epoch_floor,
             rev=view.rev,
             op=op,
         )
@@ -594,13 +610,55 @@ class Controller:
             log.info("step_committed", extra={"fields": {"step": step, "lag_max": max(lags)}})
         self._note()
 
-    async def commit_checkpoint(self, trainer_epoch: int, step: int, path: str) -> int:
+    async def commit_checkpoint(self, trainer_epoch: int, step: int, path: str, cut_id: str = "") -> int:
         async with self._turn:
             self._hear_trainer(await self.ledger.view(), trainer_epoch)
-            removed = await self.ledger.commit_checkpoint(trainer_epoch, step, path)
-        log.info("checkpoint_committed", extra={"fields": {"step": step, "groups_removed": removed}})
+            removed = await self.ledger.commit_checkpoint(trainer_epoch, step, path, cut_id=cut_id)
+        log.info("checkpoint_committed", extra={"fields": {"step": step, "cut": cut_id, "groups_removed": removed}})
         self._note()
         return removed
+
+    # ---------------------------------------------------------------------------------------------------- cuts
+
+    async def snapshot(self, trainer_epoch: int, step: int) -> bytes:
+        """The ledger between `step` and the next, serialised. Raises StaleError when another step is the newest."""
+        async with self._turn:
+            view = await self.ledger.view()
+            self._hear_trainer(view, trainer_epoch)
+            if view.run.committed != step:
+                raise StaleError(f"a snapshot of step {step} cannot be taken: step {view.run.committed} is the newest committed")
+            snapshot = await self.ledger.dump(self.recipe.run.name, step)
+        return snapshot.SerializeToString()
+
+    async def restore(self, request: spb.RestoreLedgerRequest, data: bytes) -> spb.RestoreLedgerResponse:
+        """Put the ledger back to a cut. Raises RefusedError unless OpenTrainer would ask for it now."""
+        op = f"restore:{request.operation_id or uuid.uuid4().hex}"
+        try:
+            snapshot = LedgerSnapshot.FromString(data)
+        except DecodeError as err:
+            raise CorruptError(f"the ledger snapshot of {request.cut_id} does not parse: {err}") from None
+        if snapshot.format_version != SNAPSHOT_FORMAT or (snapshot.run, snapshot.step) != (self.recipe.run.name, request.step):
+            raise RefusedError(
+                f"the ledger snapshot is of run {snapshot.run!r}, step {snapshot.step}, format {snapshot.format_version}; "
+                f"wanted {self.recipe.run.name!r}, step {request.step}, format {SNAPSHOT_FORMAT}"
+            )
+        async with self._turn:
+            view = await self.ledger.view()
+            if (answer := await self.ledger.recall(op)) is not None:
+                return spb.RestoreLedgerResponse(num_groups=answer["groups"])
+            found = recovery.gap(request.step, cut_id=request.cut_id, run=view.run, is_empty=_is_empty(view))
+            if not isinstance(found, recovery.SnapshotNeeded):
+                raise RefusedError(found.reason if found else f"the store can be continued at step {request.step}: nothing to restore")
+            cursor = view.run.cursor
+            num = await self.ledger.restore(snapshot, request.cut_id, rev=view.rev, op=op)
+            after = await self.ledger.view()
+            await self.ledger.configure(self._settings(after))
+            await self.evaluations.load(after)
+        again = max(0, cursor - after.run.cursor)
+        fields = {"cut": request.cut_id, "why": found.reason, "groups": num, "ordinals_again": again}
+        log.warning("ledger_restored", extra={"fields": fields})
+        self._note()
+        return spb.RestoreLedgerResponse(num_groups=num, num_ordinals_again=again)
 
     # ---------------------------------------------------------------------------------------------------- users
 
@@ -735,6 +793,8 @@ class Controller:
             num_reissued=run.num_reissued,
             pause_reason=run.pause_reason,
             num_trajectories=run.num_trajectories,
+            num_tokens=run.num_tokens,
+            cut_id=run.cut_id,
             completions_per_s=self.completions.per_s(now_s),
         )
 
@@ -761,6 +821,11 @@ class Controller:
             lag_trained_max=view.run.lag_trained_max,
             committed_step=view.run.committed,
         )
+
+
+def _is_empty(view: View) -> bool:
+    """Whether the store knows nothing of the run yet."""
+    return view.run.cursor == 0 and view.run.committed == 0 and not view.entries
 
 
 def occupancy_of(view: View) -> spb.Occupancy:

@@ -97,6 +97,8 @@ class RunState:
     committed: int = 0
     """Newest committed step = newest published version."""
     checkpoint: int = 0
+    cut_id: str = ""
+    """The cut that this checkpoint is; "" before the first."""
     total_steps: int = 0
     trainer_epoch: int = 0
     """0 = no trainer has opened the run."""
@@ -114,6 +116,8 @@ class RunState:
     num_failed: int = 0
     num_reissued: int = 0
     num_trajectories: int = 0
+    num_tokens: int = 0
+    """Of those trajectories."""
     lag_trained_max: int = 0
     last_evaluation: str = ""
     metrics_json: str = "{}"

@@ -43,11 +43,17 @@ from services.scheduler.audit import Snapshot
 from services.scheduler.groups import Entry, Kind, RunState, State, View
 from services.scheduler.recovery import Expiry
 from stretto.errors import FencedError
-from stretto.store import Script, Store
+from stretto.store import Script, Store, StoreLostError
 from stretto.v1 import types_pb2 as pb
+from stretto.v1.ledger_pb2 import LedgerSnapshot
 
 OP_TTL_S = 900
 """How long an operation's answer is remembered: longer than any outage a caller repeats through."""
+SNAPSHOT_FORMAT = 1
+"""Of LedgerSnapshot. Raise it when an older reader would misunderstand one."""
+RESTORED_ATTEMPTS = 1000
+"""Added to the attempts of a restored group: the lost store may have given out later ones than its snapshot knows, and a
+report under such a number must not count for a new lease."""
 _LUA = Path(__file__).parent / "lua"
 _INTEGERS = {f.name for f in fields(RunState) if f.type == "int"}
 _NAMES = {f.name for f in fields(RunState)}
@@ -87,6 +93,15 @@ def entry_of(uid: str, rec: Mapping[str, Any]) -> Entry:
     )
 
 
+def _at_rest(rec: dict[str, Any]) -> dict[str, Any]:
+    """A group's record as nobody works on it: leased ones are pending, consumed ones finished; marks of failed trajectories go."""
+    if rec["s"] in (State.PENDING, State.RUNNING):
+        return rec | {"s": "pending", "x": rec["x"].replace("x", "0"), "r": "", "e": 0, "g": 0}
+    if rec["s"] == State.CONSUMED:
+        return rec | {"s": "finished", "t": 0, "p": 0}
+    return rec
+
+
 def _run_fields(meta: Mapping[str, Any]) -> dict[str, Any]:
     return {k: int(v) if k in _INTEGERS else str(v) for k, v in meta.items() if k in _NAMES}
 
@@ -113,6 +128,7 @@ class TrajectoryEnd:
     reward: float
     error: str
     blob: bytes
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +144,8 @@ class Opened:
     epoch: int
     event_id: str
     reopened: int
+    snapshot_needed: str = ""
+    """Why nothing was opened; "" = it was."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +191,9 @@ class Ledger:
     async def check_epoch(self) -> None:
         """I6. Raises FencedError when a newer scheduler has claimed the run: looked for also while nothing else is written."""
         (newest,) = await self._store.read(("GET", self.key("epoch:scheduler")))
-        if int(newest or 0) != self.epoch:
+        if newest is None:
+            raise StoreLostError("the store was emptied under the running scheduler: starting over from the newest checkpoint")
+        if int(newest) != self.epoch:
             raise FencedError(f"scheduler epoch {self.epoch} is not {int(newest or 0)}; another scheduler took over; stop this one")
 
     async def _transition(
@@ -271,7 +291,7 @@ class Ledger:
         """`groups` maps (uid, attempt) to its trajectories that ended."""
         listed: list[dict[str, Any]] = []
         for (uid, attempt), ends in groups.items():
-            items = [{"i": t.index, "w": t.reward} | ({"e": t.error} if t.error else {}) for t in ends]
+            items = [{"i": t.index, "n": t.tokens, "w": t.reward} | ({"e": t.error} if t.error else {}) for t in ends]
             listed.append({"u": uid, "a": attempt, "t": items})
         args = {"replica": replica, "epoch": epoch, "attempts_max": attempts_max, "groups": listed}
         keys = [self.key("replica_epochs"), *self.traj(uid for uid, _ in groups)]
@@ -338,10 +358,10 @@ class Ledger:
         answer = await self._transition("commit_step", args, keys=keys, op=op)
         return bool(answer["fresh"])
 
-    async def commit_checkpoint(self, trainer_epoch: int, step: int, path: str, *, op: str | None = None) -> int:
+    async def commit_checkpoint(self, trainer_epoch: int, step: int, path: str, *, cut_id: str = "", op: str | None = None) -> int:
         """Groups of steps <= step leave the store; answers how many."""
         uids = [e.uid for e in await self.committed() if e.step <= step]
-        args = {"trainer_epoch": trainer_epoch, "step": step, "path": path, "uids": uids}
+        args = {"trainer_epoch": trainer_epoch, "step": step, "path": path, "cut_id": cut_id, "uids": uids}
         keys = [self.key("epoch:trainer"), self.key("committed"), self.key("prompts"), *self.traj(uids)]
         return int((await self._transition("commit_checkpoint", args, keys=keys, op=op))["removed"])
 
@@ -357,11 +377,15 @@ class Ledger:
         evaluations: Sequence[str] = (),
         evaluation: Mapping[str, Any] | None = None,
         ordinal_first: int | None = None,
+        cut_id: str = "",
+        epoch_floor: int = 0,
         rev: int,
         op: str,
     ) -> Opened:
         args: dict[str, Any] = {
             "resume": resume,
+            "cut_id": cut_id,
+            "epoch_floor": epoch_floor,
             "finished": list(finished),
             "trained": list(trained),
             "steps": list(steps),
@@ -375,6 +399,55 @@ class Ledger:
             args["ordinal_first"] = ordinal_first
         keys = [self.key(k) for k in ("epoch:trainer", "committed", "steps", "evaluations", "results")]
         return opened_of(await self._transition("open_trainer", args, keys=keys, op=op, rev=rev))
+
+    # ---------------------------------------------------------------------------------------------------- cuts
+
+    async def dump(self, run: str, step: int) -> LedgerSnapshot:
+        """The ledger at rest: nothing is leased or consumed, and what a checkpoint of `step` contains is left out.
+
+        The caller holds its turn, so the two rounds see the same state.
+        """
+        names = ("meta", "groups", "prompts", "steps", "evicted", "results")
+        *hashes, queue = await self._store.read(*(("HGETALL", self.key(n)) for n in names), ("LRANGE", self.key("queue"), 0, -1))
+        found = {name: _pairs(flat) for name, flat in zip(names, hashes, strict=True)}
+        records = {uid: json.loads(text) for uid, text in found["groups"].items()}
+        records = {uid: _at_rest(rec) for uid, rec in records.items() if rec["k"] != Kind.VALIDATION}
+        kept = set(records) | {json.loads(item)["u"] for item in queue}
+        found["groups"] = {uid: json.dumps(rec).encode() for uid, rec in records.items()}
+        found["prompts"] = {uid: payload for uid, payload in found["prompts"].items() if uid in kept}
+        for uid, trajectories in zip(records, await self.trajectories(list(records)), strict=True):
+            found[f"traj:{uid}"] = trajectories
+        snapshot = LedgerSnapshot(format_version=SNAPSHOT_FORMAT, run=run, step=step, queue=queue)
+        for name, fields_ in found.items():
+            if fields_:
+                snapshot.hashes[name].fields.update(fields_)
+        return snapshot
+
+    async def restore(self, snapshot: LedgerSnapshot, cut_id: str, *, rev: int, op: str) -> int:
+        """Replace the run's ledger by `snapshot`; answers how many open groups came back."""
+        hashes = {name: dict(h.fields) for name, h in snapshot.hashes.items()}
+        records = {uid: json.loads(text) for uid, text in hashes.pop("groups", {}).items()}
+        for rec in records.values():
+            rec["a"] += RESTORED_ATTEMPTS
+        meta = {name: value.decode() for name, value in hashes.pop("meta", {}).items() if name in _NAMES or name == "seq"}
+        here = [e.uid for e in (*(await self.view()).entries.values(), *await self.committed())]
+        names = ["prompts", "committed", "steps", "evicted", "evaluations", "results", "queue"]
+        names += sorted({f"traj:{uid}" for uid in here} | {name for name in hashes if name.startswith("traj:")})
+        place = {name: 7 + i for i, name in enumerate(names)}
+        args = {
+            "step": snapshot.step,
+            "cut_id": cut_id,
+            "meta": meta,
+            "groups": records,
+            "hashes": [{"k": place[name], "f": list(fields_)} for name, fields_ in hashes.items()],
+            "queued": len(snapshot.queue),
+        }
+        blobs = [value for fields_ in hashes.values() for value in fields_.values()] + list(snapshot.queue)
+        try:
+            answer = await self._transition("restore", args, keys=[self.key(n) for n in names], blobs=blobs, op=op, rev=rev)
+        finally:
+            self._view, self._is_current = None, False
+        return int(answer["groups"])
 
     # ---------------------------------------------------------------------------------------------------- replicas
 

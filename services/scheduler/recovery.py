@@ -1,6 +1,7 @@
 """What a resume re-opens and what an expiry takes away. Pure.
 
 trainer resumes at k      groups of steps > k are finished again, with their own versions and payloads (I5)
+store lost or past k      the snapshot in checkpoint k is put in its place
 scheduler restarts        nothing moves; every replica gets a full lease to be heard again
 replica silent            its leases are lost; reported trajectories stay
 lease too old             the attempt failed, renewed or not (I9)
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from services.scheduler.groups import Entry, State, View
+from services.scheduler.groups import Entry, RunState, State, View
 
 ORPHAN_GRACE_S = 10.0
 """A grant may still be on its way (or be asked for again) when a heartbeat leaves without it."""
@@ -31,6 +32,34 @@ class Reopening:
 @dataclass(frozen=True, slots=True)
 class Refused:
     reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotNeeded:
+    """The store cannot be continued at that step; with the ledger's snapshot from the checkpoint it can."""
+
+    reason: str
+
+
+def gap(resume_step: int, *, cut_id: str, run: RunState, is_empty: bool) -> SnapshotNeeded | Refused | None:
+    """What lies between the store and the cut a trainer resumes from; None = nothing.
+
+    A trainer without a cut (base weights, or a checkpoint from before there were snapshots) has nothing to restore from.
+    """
+    if resume_step == 0 or not cut_id:
+        return None
+    if is_empty:
+        return SnapshotNeeded("the store is empty: it was lost")
+    if resume_step > run.committed:
+        return SnapshotNeeded(f"the store has lost the steps after {run.committed}")
+    if resume_step < run.checkpoint:
+        return SnapshotNeeded(f"the store is at the cut of step {run.checkpoint}, past this one")
+    if resume_step == run.checkpoint and run.cut_id not in ("", cut_id):
+        return Refused(
+            f"the checkpoint of step {resume_step} is cut {cut_id}, but the store continues {run.cut_id}: they are of two histories; "
+            "put the right checkpoint folder back, or start a new run.name"
+        )
+    return None
 
 
 def reopen(resume_step: int, *, checkpoint: int, taken: Iterable[Entry]) -> Reopening | Refused:

@@ -90,7 +90,21 @@ class SchedulerServicer(SchedulerServiceServicer):
     @_timed
     async def OpenTrainer(self, request: spb.OpenTrainerRequest, context: Any) -> spb.OpenTrainerResponse:  # noqa: N802
         opened = await self._controller.open_trainer(request)
-        return spb.OpenTrainerResponse(trainer_epoch=opened.epoch, event_id=opened.event_id, num_reopened=opened.reopened)
+        return spb.OpenTrainerResponse(
+            trainer_epoch=opened.epoch, event_id=opened.event_id, num_reopened=opened.reopened, snapshot_needed=opened.snapshot_needed
+        )
+
+    async def SnapshotLedger(self, request: spb.SnapshotLedgerRequest, context: Any) -> AsyncIterator[spb.SnapshotLedgerResponse]:  # noqa: N802
+        data = await self._controller.snapshot(request.trainer_epoch, request.step)
+        for begin in range(0, len(data), BATCH_PART_BYTES):
+            yield spb.SnapshotLedgerResponse(data=data[begin : begin + BATCH_PART_BYTES])
+
+    async def RestoreLedger(self, request_iterator: AsyncIterator[spb.RestoreLedgerRequest], context: Any) -> spb.RestoreLedgerResponse:  # noqa: N802
+        first, data = spb.RestoreLedgerRequest(), bytearray()
+        async for request in request_iterator:
+            first = request if not data else first
+            data += request.data
+        return await self._controller.restore(first, bytes(data))
 
     async def SampleBatch(self, request: spb.SampleBatchRequest, context: Any) -> AsyncIterator[spb.SampleBatchResponse]:  # noqa: N802
         _at_least("wait_s", request.wait_s, 0)
@@ -107,7 +121,7 @@ class SchedulerServicer(SchedulerServiceServicer):
 
     @_timed
     async def CommitCheckpoint(self, request: spb.CommitCheckpointRequest, context: Any) -> spb.CommitCheckpointResponse:  # noqa: N802
-        removed = await self._controller.commit_checkpoint(request.trainer_epoch, request.step, request.path)
+        removed = await self._controller.commit_checkpoint(request.trainer_epoch, request.step, request.path, request.cut_id)
         return spb.CommitCheckpointResponse(num_removed=removed)
 
     # ---------------------------------------------------------------------------------------------------- users
@@ -216,6 +230,7 @@ def _end(trajectory: pb.Trajectory) -> TrajectoryEnd:
         reward=0.0 if failed else trajectory.reward,
         error=(trajectory.error or "session failed")[:500] if failed else "",
         blob=trajectory.SerializeToString(),
+        tokens=len(trajectory.token_ids) // 4,
     )
 
 

@@ -9,6 +9,7 @@
 
     step-12/  config.json, model.safetensors, tokenizer…   a Hugging Face folder: `from_pretrained` takes it as it is
               state.pt                                      Learner.state(): torch.load(weights_only=True)
+              ledger.bin                                    the scheduler's ledger after this step (LedgerSnapshot)
               cut.json                                      the Cut below
 
 A kill at any point leaves either a stable checkpoint or one that `survey` names and never offers (C7).
@@ -16,6 +17,7 @@ A kill at any point leaves either a stable checkpoint or one that `survey` names
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import pickle
@@ -29,16 +31,24 @@ from typing import Any
 
 import torch
 
+from stretto.cuts import SET_ASIDE
 from stretto.errors import CorruptError, FencedError, RefusedError
 from stretto.process import is_alive
 
-FORMAT_VERSION = 1
-"""Of cut.json and state.pt together. Raise it when an older reader would misunderstand; add the step to MIGRATIONS."""
+FORMAT_VERSION = 2
+"""Of cut.json, ledger.bin and state.pt together. Raise it when an older reader would misunderstand; add the step to MIGRATIONS."""
 Migration = Callable[[dict[str, Any], dict[str, Any]], None]
-MIGRATIONS: dict[int, Migration] = {}
+
+
+def _without_ledger(cut: dict[str, Any], state: dict[str, Any]) -> None:
+    """1 -> 2: there was no snapshot of the ledger, so the cut has no id: it continues the store it finds, and no other."""
+    cut["cut_id"] = ""
+
+
+MIGRATIONS: dict[int, Migration] = {1: _without_ledger}
 """From format n to n + 1: changes (cut, state) in place. A version without an entry is refused by name (C8)."""
 
-STABLE, CUT, STATE, OWNER = "STABLE", "cut.json", "state.pt", "OWNER"
+STABLE, CUT, STATE, LEDGER, OWNER = "STABLE", "cut.json", "state.pt", "ledger.bin", "OWNER"
 _TMP = re.compile(r"\.tmp-(?P<what>[a-z]+(?:-\d+)?)-(?P<pid>\d+)")
 _STEP = re.compile(r"step-(?P<step>\d+)")
 
@@ -59,6 +69,8 @@ class Cut:
     """Length of metrics.jsonl when it was written: all lines of steps <= step lie before."""
     run: str
     seed: int
+    cut_id: str = ""
+    """Names this point, and no other point of any history: "step-40-1f2e3d4c", from `name_cut`."""
     format_version: int = FORMAT_VERSION
 
 
@@ -77,6 +89,11 @@ class Survey:
     stable: list[tuple[int, Path]]
     """(step, folder), newest first."""
     ignored: list[Ignored]
+
+
+def name_cut(step: int, trainer_epoch: int, ledger: bytes) -> str:
+    """The id of the cut after `step`: its ledger's digest tells histories apart that are at the same step."""
+    return f"step-{step}-{hashlib.sha256(b'%d:' % trainer_epoch + ledger).hexdigest()[:8]}"
 
 
 # ------------------------------------------------------------------------------------------------------------ durable files
@@ -144,13 +161,14 @@ def claim(folder: Path) -> str:
     return token
 
 
-def finish(tmp: Path, cut: Cut, state: Mapping[str, Any], token: str) -> Path:
-    """Add cut and state to what `tmp` holds and make it the stable checkpoint of its step. Durable when it returns.
+def finish(tmp: Path, cut: Cut, state: Mapping[str, Any], ledger: bytes, token: str) -> Path:
+    """Add cut, state and ledger to what `tmp` holds and make it the stable checkpoint of its step. Durable when it returns.
 
     Raises FencedError when another process claimed the folder since `token` was given out: what a trainer that was
     replaced still has to write belongs to a history that is not continued.
     """
     torch.save(dict(state), tmp / STATE)
+    (tmp / LEDGER).write_bytes(ledger)
     _write(tmp / CUT, json.dumps(asdict(cut), indent=1) + "\n")
     _seal(tmp)
     final = tmp.parent / f"step-{cut.step}"
@@ -216,7 +234,7 @@ def survey(folder: Path) -> Survey:
     """All checkpoints in `folder`, split into those one may resume from and those one may not. Changes nothing."""
     stable, ignored = list[tuple[int, Path]](), list[Ignored]()
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
-        if path.name == OWNER:
+        if path.name == OWNER or path.name.startswith(SET_ASIDE):
             continue
         if _TMP.fullmatch(path.name):
             ignored.append(Ignored(path.name, "being written, or its writer died"))
@@ -260,15 +278,26 @@ def load(path: Path, *, reads: int = FORMAT_VERSION, migrations: Mapping[int, Mi
         raise CorruptError(f"checkpoint {path}: {CUT} has no {err}") from err
 
 
+def ledger_of(path: Path, cut: Cut) -> bytes:
+    """The ledger's snapshot in a stable checkpoint. Raises CorruptError when it is not the one the cut was named by."""
+    try:
+        ledger = (path / LEDGER).read_bytes()
+    except OSError as err:
+        raise CorruptError(f"checkpoint {path}: {LEDGER} cannot be read: {err}; remove the folder to resume from an older one") from err
+    if name_cut(cut.step, cut.trainer_epoch, ledger) != cut.cut_id:
+        raise CorruptError(f"checkpoint {path}: {LEDGER} is not of cut {cut.cut_id}; remove the folder to resume from an older one")
+    return ledger
+
+
 # ------------------------------------------------------------------------------------------------------------ export
 
 
-def exported_step(folder: Path) -> int | None:
-    """Step of the model in a folder made by `export`; None when there is none."""
+def is_exported(checkpoint: Path, target: Path) -> bool:
+    """Whether `target` holds the model of exactly this checkpoint."""
     try:
-        return int(json.loads((folder / CUT).read_text())["step"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return (target / CUT).read_bytes() == (checkpoint / CUT).read_bytes()
+    except OSError:
+        return False
 
 
 def export(checkpoint: Path, target: Path) -> None:
@@ -277,7 +306,7 @@ def export(checkpoint: Path, target: Path) -> None:
     old = target.with_name(f".tmp-old-{os.getpid()}")
     for leftover in (tmp, old):
         shutil.rmtree(leftover, ignore_errors=True)
-    shutil.copytree(checkpoint, tmp, ignore=shutil.ignore_patterns(STATE, STABLE))
+    shutil.copytree(checkpoint, tmp, ignore=shutil.ignore_patterns(STATE, LEDGER, STABLE))
     _seal(tmp)
     if target.exists():
         target.rename(old)

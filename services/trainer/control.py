@@ -67,6 +67,7 @@ class Saved:
 
     step: int
     path: str
+    cut_id: str = ""
 
 
 class SaveRequests:
@@ -122,6 +123,8 @@ class Status:
     """Newest committed step."""
     optimizer_steps: int = 0
     checkpoint_step: int = 0
+    cut_id: str = ""
+    """Of the newest durable checkpoint."""
     wait_reason: str = ""
     metrics: Mapping[str, float] = field(default_factory=dict[str, float])
     activity: tuple[str, float] = field(default_factory=lambda: ("starting", time.monotonic()))

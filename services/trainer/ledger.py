@@ -2,6 +2,8 @@
 
     call                repeated while the scheduler is away     why a repeat is safe
     open                yes                                      one operation id
+    snapshot            yes                                      it only reads
+    restore             yes                                      one operation id
     sample              by the loop, round by round              the same step gets the same batch
     commit_step         yes                                      keyed by (trainer epoch, step)
     commit_checkpoint   yes                                      keyed by step
@@ -12,7 +14,7 @@ All waits end at a deadline, or at once when the process is asked to stop.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import grpc
@@ -27,6 +29,8 @@ T = TypeVar("T")
 
 CALL_S = 10.0
 """Deadline of one attempt of a small call."""
+PART_BYTES = 1 << 20
+"""Of a snapshot, in one message."""
 BATCH_S = 60.0
 """Deadline of a batch on the wire, over the time it is waited for."""
 
@@ -42,10 +46,21 @@ class Ledger:
         self.epoch = 0
         """Our fencing number; 0 before `open`."""
 
-    def open(self, resume_step: int, address: str, total_steps: int, batch_groups: int) -> pb.OpenTrainerResponse:
-        """Take over the run after `resume_step`. Raises RefusedError when the store no longer has what follows it."""
+    def open(
+        self, resume_step: int, address: str, total_steps: int, batch_groups: int, *, cut_id: str, epoch_floor: int
+    ) -> pb.OpenTrainerResponse:
+        """Take over the run after `resume_step`, unless the answer says that the ledger must be restored first.
+
+        Raises RefusedError when the store holds another history.
+        """
         request = pb.OpenTrainerRequest(
-            operation_id=uuid.uuid4().hex, resume_step=resume_step, address=address, total_steps=total_steps, batch_groups=batch_groups
+            operation_id=uuid.uuid4().hex,
+            resume_step=resume_step,
+            address=address,
+            total_steps=total_steps,
+            batch_groups=batch_groups,
+            cut_id=cut_id,
+            epoch_floor=epoch_floor,
         )
         answer = self._until_heard("OpenTrainer", lambda: self.stub.OpenTrainer(request, timeout=CALL_S))
         self.epoch = answer.trainer_epoch
@@ -70,9 +85,28 @@ class Ledger:
         request = pb.CommitStepRequest(trainer_epoch=self.epoch, step=step, metrics=metrics)
         return self._until_heard(f"CommitStep {step}", lambda: self.stub.CommitStep(request, timeout=CALL_S)).stop_requested
 
-    def commit_checkpoint(self, step: int, path: str) -> int:
+    def snapshot(self, step: int) -> bytes:
+        """The whole ledger between `step` and the next, as a checkpoint keeps it."""
+        request = pb.SnapshotLedgerRequest(trainer_epoch=self.epoch, step=step)
+        return self._until_heard(
+            f"SnapshotLedger {step}", lambda: b"".join(part.data for part in self.stub.SnapshotLedger(request, timeout=BATCH_S))
+        )
+
+    def restore(self, step: int, cut_id: str, snapshot: bytes) -> pb.RestoreLedgerResponse:
+        """Put the ledger back to that cut. Raises RefusedError when the store can be continued as it is."""
+        operation_id = uuid.uuid4().hex
+
+        def parts() -> Iterator[pb.RestoreLedgerRequest]:
+            for begin in range(0, max(1, len(snapshot)), PART_BYTES):
+                yield pb.RestoreLedgerRequest(
+                    operation_id=operation_id, cut_id=cut_id, step=step, data=snapshot[begin : begin + PART_BYTES]
+                )
+
+        return self._until_heard(f"RestoreLedger {cut_id}", lambda: self.stub.RestoreLedger(parts(), timeout=BATCH_S))
+
+    def commit_checkpoint(self, step: int, path: str, cut_id: str) -> int:
         """Groups of steps <= step may leave the store. Returns how many did."""
-        request = pb.CommitCheckpointRequest(trainer_epoch=self.epoch, step=step, path=path)
+        request = pb.CommitCheckpointRequest(trainer_epoch=self.epoch, step=step, path=path, cut_id=cut_id)
         return self._until_heard(f"CommitCheckpoint {step}", lambda: self.stub.CommitCheckpoint(request, timeout=CALL_S)).num_removed
 
     def status(self) -> pb.GetStatusResponse:

@@ -1,6 +1,6 @@
 """The trainer's driver. The order of a step is the recovery story:
 
-    SampleBatch(k) --> train --> publish v_k --> CommitStep(k) --> metrics line k --> [snapshot --> STABLE --> CommitCheckpoint(k)]
+    SampleBatch(k) --> train --> publish v_k --> CommitStep(k) --> metrics line k --> [snapshots --> STABLE --> CommitCheckpoint(k)]
                   a         b              c               d                 e                 f         g
 
     killed at   what is there                          what the next incarnation does (it resumes at j, the newest stable checkpoint)
@@ -9,8 +9,10 @@
     d, e        k is committed in the store            OpenTrainer(j) reopens all groups of steps > j: they train once more, from v_j,
                                                        and only that counts; metrics lines > j are cut off
     f           a folder without STABLE                ignores and names it; as d
+    -           a store without the run, or past j     RestoreLedger: the snapshot in checkpoint j takes its place; then as a
     g           STABLE, the store was not told         resumes at k and says CommitCheckpoint(k) again
 
+    The snapshots are the learner's state and, from SnapshotLedger(k), the ledger between k and k + 1: one cut, one id.
     I5: nothing leaves the store before the checkpoint that contains it is durable. CommitCheckpoint follows STABLE, STABLE
     follows the metrics lines up to k. So each group is in exactly one step of the history that is continued (C4).
 
@@ -27,7 +29,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_futures
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -58,12 +60,24 @@ CATCH_UP_S = 2.0
 """How long the feed may be behind the phase before the last evaluation is taken from the status."""
 
 
+RETRY_SAVE_S = 3.0
+"""Between two attempts to write the last checkpoint."""
 DONE_GRACE_S = 10.0
 """Over validation.deadline_s, at which the scheduler itself cuts the last evaluation."""
 
 
 class CannotResumeError(StrettoError):
     """The checkpoint, the recipe or the store forbids to go on; a restart will not help."""
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a checkpoint is written from, while training goes on."""
+
+    learner: dict[str, Any]
+    """Learner.state(), in host memory."""
+    ledger: bytes
+    """A serialised LedgerSnapshot."""
 
 
 class StepReport(Protocol):
@@ -98,8 +112,10 @@ class Loop:
         self._writer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="writer")
         self._lines: deque[Future[Any]] = deque()
         """Metrics lines on their way, oldest first."""
-        self._saving: tuple[int, Future[Path]] | None = None
+        self._saving: tuple[int, Future[Saved]] | None = None
         """The checkpoint in flight and its step."""
+        self._save_error = ""
+        """Why the newest attempt failed."""
         self._saved: Saved | None = None
         """The newest durable checkpoint that the ledger knows of."""
         self._whole_step: int | None = None
@@ -135,7 +151,7 @@ class Loop:
             cut = self._load(make_learner)
             k = self._saved_step
             is_over = k == self._total and self._ledger.wait_status().phase == pb.RUN_PHASE_DONE
-            opened = pb.OpenTrainerResponse() if is_over else self._open(k)
+            opened = pb.OpenTrainerResponse() if is_over else self._open(k, cut)
         except FencedError:
             raise
         except (RefusedError, InvalidArgumentError, CorruptError) as err:
@@ -146,7 +162,7 @@ class Loop:
         if not is_over:
             self._publish(k)
             if self._saved:  # the last incarnation may have been killed before it said so
-                self._ledger.commit_checkpoint(k, self._saved.path)
+                self._ledger.commit_checkpoint(k, self._saved.path, self._saved.cut_id)
         self._whole_step = k
 
     def _load(self, make_learner: Callable[[], Learner]) -> Cut | None:
@@ -162,6 +178,7 @@ class Loop:
                 f"checkpoint {self._saved.path} is of run {cut.run!r}, not {self._recipe.run.name!r}; use another run.folder"
             )
         self._learner.load_state(state)
+        self._saved = replace(self._saved, cut_id=cut.cut_id)
         return cut
 
     def _take_files(self, cut: Cut | None, opened: pb.OpenTrainerResponse) -> None:
@@ -175,9 +192,16 @@ class Loop:
         if cut and self._files.num_bytes < cut.metrics_bytes:
             log.warning("metrics_lost", extra={"fields": {"bytes": self._files.num_bytes, "checkpoint_had": cut.metrics_bytes}})
         self._status.trainer_epoch, self._status.step, self._status.checkpoint_step = self._ledger.epoch, k, k
+        self._status.cut_id = cut.cut_id if cut else ""
         self._status.optimizer_steps = cut.optimizer_steps if cut else 0
         self._feed = Feed(self._ledger.stub, self._files.last_event_id or "0", self._keeper(opened.event_id, k))
-        fields = {"step": k, "epoch": self._ledger.epoch, "reopened": opened.num_reopened, "lines_cut": self._files.num_cut}
+        fields = {
+            "step": k,
+            "epoch": self._ledger.epoch,
+            "cut": self._status.cut_id,
+            "reopened": opened.num_reopened,
+            "lines_cut": self._files.num_cut,
+        }
         log.info("resumed" if k else "started", extra={"fields": fields})
 
     def _choose(self) -> Saved | None:
@@ -195,8 +219,26 @@ class Loop:
             raise RefusedError(f"checkpoint {path} is past trainer.steps = {self._total}; raise it, or give the run another folder")
         return Saved(step, str(path))
 
-    def _open(self, k: int) -> pb.OpenTrainerResponse:
-        return self._ledger.open(k, self._address, self._total, self._recipe.scheduler.batch_groups)
+    def _open(self, k: int, cut: Cut | None) -> pb.OpenTrainerResponse:
+        """Open the run after step k, with the cut's own ledger if the store has lost it or is past it."""
+        floor = max(self._relay.newest_epoch(), cut.trainer_epoch if cut else 0)
+
+        def attempt() -> pb.OpenTrainerResponse:
+            cut_id = cut.cut_id if cut else ""
+            return self._ledger.open(k, self._address, self._total, self._recipe.scheduler.batch_groups, cut_id=cut_id, epoch_floor=floor)
+
+        opened = attempt()
+        if not opened.snapshot_needed:
+            return opened
+        assert cut is not None
+        assert self._saved is not None
+        restored = self._ledger.restore(k, cut.cut_id, checkpoint.ledger_of(Path(self._saved.path), cut))
+        fields = {"cut": cut.cut_id, "why": opened.snapshot_needed, "groups": restored.num_groups}
+        log.warning("ledger_restored", extra={"fields": fields})
+        opened = attempt()
+        if opened.snapshot_needed:
+            raise RefusedError(f"the ledger was restored to {cut.cut_id} and still: {opened.snapshot_needed}")
+        return opened
 
     def _step(self, step: int) -> None:
         """One step, in the order drawn above."""
@@ -224,7 +266,7 @@ class Loop:
         committed = time.monotonic()
         self._note_commit(step, report)
         try:
-            snapshot = self._snapshot() if stop_requested or self._is_checkpoint_due(step) else None
+            snapshot = self._snapshot(step) if stop_requested or self._is_checkpoint_due(step) else None
         finally:  # the step is committed: it gets its line, also when a stop ends the wait for the checkpoint in flight
             end = time.monotonic()
             scalars |= {"commit_s": committed - published, "checkpoint_s": end - committed, "step_s": end - begin}
@@ -237,18 +279,33 @@ class Loop:
     def _finish(self) -> None:
         """All steps are committed: last checkpoint, the model for others, the last evaluation."""
         if self._saved_step < self._total and self._saving is None:
-            self._save(self._total, self._snapshot())
-        self._await_saving()
-        if self._saved is None or self._saved.step < self._total:
-            raise StrettoError(f"the checkpoint of step {self._total}, the last, could not be written: see checkpoint_failed above")
+            self._save(self._total, self._snapshot(self._total))
+        saved = self._await_last()
         final = self._recipe.run.folder / "final"
-        if checkpoint.exported_step(final) != self._total:
-            checkpoint.export(Path(self._saved.path), final)
+        if not checkpoint.is_exported(Path(saved.path), final):
+            checkpoint.export(Path(saved.path), final)
             log.info("final_model", extra={"fields": {"path": str(final)}})
         self._status.enter("done")
         self._wait_done()
         for line in list(self._lines):  # a copy: the feed may still bring the line of an evaluation
             line.result()
+
+    def _await_last(self) -> Saved:
+        """The last checkpoint, written again while it fails: a full disk must not cost the steps since the one before."""
+        limit_s = self._recipe.trainer.checkpoint_deadline_s
+        deadline_s = time.monotonic() + limit_s
+        while True:
+            self._await_saving()
+            if self._saved is not None and self._saved.step == self._total:
+                return self._saved
+            if time.monotonic() > deadline_s:
+                raise StrettoError(
+                    f"the checkpoint of step {self._total}, the last, could not be written in "
+                    f"trainer.checkpoint_deadline_s = {limit_s:g} s: {self._save_error}"
+                )
+            self._status.wait_reason = f"the last checkpoint cannot be written: {self._save_error}"
+            self._stop.sleep(RETRY_SAVE_S)
+            self._save(self._total, self._snapshot(self._total))
 
     # ---------------------------------------------------------------------------------------------------- parts of a step
 
@@ -328,13 +385,13 @@ class Loop:
     def _is_checkpoint_due(self, step: int) -> bool:
         return step % self._recipe.trainer.checkpoint_every_steps == 0 or step == self._total or self._saves.any_waiting
 
-    def _snapshot(self) -> dict[str, Any]:
-        """A copy of the learner's state. Waits for the checkpoint in flight: at most one at a time."""
+    def _snapshot(self, step: int) -> Snapshot:
+        """Learner and ledger as they are after `step`. Waits for the checkpoint in flight: at most one at a time."""
         with self._status.during("saving"):
             self._await_saving()
-            return checkpoint.copied(self._learner.state())
+            return Snapshot(checkpoint.copied(self._learner.state()), self._ledger.snapshot(step))
 
-    def _save(self, step: int, snapshot: dict[str, Any]) -> None:
+    def _save(self, step: int, snapshot: Snapshot) -> None:
         """Have `snapshot` written; whoever asked for a checkpoint is answered when it is durable."""
         files, learner, asked = self._files, self._learner, self._saves.take()
         assert files
@@ -346,12 +403,14 @@ class Loop:
             metrics_bytes=0,
             run=self._recipe.run.name,
             seed=self._recipe.run.seed,
+            cut_id=checkpoint.name_cut(step, self._ledger.epoch, snapshot.ledger),
         )
 
-        def write() -> Path:
+        def write() -> Saved:
             tmp = checkpoint.begin(self._folder, step)
-            learner.save_pretrained(tmp, snapshot)
-            return checkpoint.finish(tmp, replace(cut, metrics_bytes=files.make_durable()), snapshot, self._claim)
+            learner.save_pretrained(tmp, snapshot.learner)
+            whole = replace(cut, metrics_bytes=files.make_durable())
+            return Saved(step, str(checkpoint.finish(tmp, whole, snapshot.learner, snapshot.ledger, self._claim)), cut.cut_id)
 
         future = self._writer.submit(write)
         future.add_done_callback(lambda done: _answer(asked, step, done))
@@ -367,16 +426,18 @@ class Loop:
             return
         self._saving = None
         try:
-            path = future.result()
+            saved = future.result()
         except (OSError, RuntimeError, SafetensorError) as err:  # a full disk: ends the run only if this is the last checkpoint
             metrics.CHECKPOINTS_FAILED.inc()
+            self._save_error = str(err)
             log.error("checkpoint_failed", extra={"fields": {"step": step, "error": str(err)}})
             return
-        removed = self._ledger.commit_checkpoint(step, str(path))
-        self._saved = Saved(step, str(path))
-        self._status.checkpoint_step = step
+        removed = self._ledger.commit_checkpoint(step, saved.path, saved.cut_id)
+        self._saved = saved
+        self._status.checkpoint_step, self._status.cut_id = step, saved.cut_id
         metrics.CHECKPOINT_STEP.set(step)
-        log.info("checkpoint", extra={"fields": {"step": step, "path": str(path), "groups_released": removed}})
+        fields = {"step": step, "cut": saved.cut_id, "path": saved.path, "groups_released": removed}
+        log.info("checkpoint", extra={"fields": fields})
         self._writer.submit(self._prune)
 
     def _prune(self) -> None:
@@ -403,7 +464,7 @@ class Loop:
             for asked in self._saves.take():
                 asked.set_result(self._saved)
         else:
-            self._save(step, self._snapshot())
+            self._save(step, self._snapshot(step))
 
     # ---------------------------------------------------------------------------------------------------- the end
 
@@ -440,7 +501,7 @@ class Loop:
         try:
             self._settle(self._stop.left_s)
             if self._saving is None and self._saved_step < step:
-                self._save(step, self._snapshot())
+                self._save(step, self._snapshot(step))
                 self._settle(self._stop.left_s)
         except (Stopping, UnavailableError, DeadlineError):
             return  # the scheduler stops as well: the next incarnation tells it
@@ -456,11 +517,11 @@ class Loop:
         self._ledger.close()
 
 
-def _answer(asked: Sequence[Future[Saved]], step: int, done: Future[Path]) -> None:
+def _answer(asked: Sequence[Future[Saved]], step: int, done: Future[Saved]) -> None:
     """Pass on how a checkpoint ended to those who asked for one."""
     for one in asked:
         try:
-            one.set_result(Saved(step, str(done.result())))
+            one.set_result(done.result())
         except CancelledError:
             one.set_exception(UnavailableError("the trainer is stopping; ask again when it is back"))
         except (OSError, RuntimeError, SafetensorError, StrettoError) as err:

@@ -89,6 +89,10 @@ class Relay:
         metrics.PUBLISHED_BYTES.inc(report.bytes)
         return report
 
+    def newest_epoch(self) -> int:
+        """Newest trainer epoch that published there: ours must be greater. Waits for a relay that is away."""
+        return rpc.retry_blocking(self._publisher.newest_epoch, deadline_s=self._deadline_s, what="weightsync's status", sleep=self._sleep)
+
     def ensure(self, epoch: int, version: int, tensors: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         """Publish again if the relay has lost the version. A relay that is away is left for the next call."""
         try:

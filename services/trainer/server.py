@@ -56,12 +56,13 @@ class TrainerService(pb_grpc.TrainerServiceServicer):
             activity_s=time.monotonic() - since_s,
             wait_reason=s.wait_reason,
             metrics=s.metrics,
+            cut_id=s.cut_id,
         )
 
     async def SaveCheckpoint(self, request: pb.SaveCheckpointRequest, context: Any) -> pb.SaveCheckpointResponse:  # noqa: N802
         # shielded: a caller that leaves must not cancel the answer of another with the same operation id
         saved = await asyncio.shield(asyncio.wrap_future(self._saves.ask(request.operation_id)))
-        return pb.SaveCheckpointResponse(step=saved.step, path=saved.path)
+        return pb.SaveCheckpointResponse(step=saved.step, path=saved.path, cut_id=saved.cut_id)
 
 
 class ControlServer:

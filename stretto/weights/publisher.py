@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -88,9 +88,14 @@ class Publisher:
 
     def newest(self) -> tuple[int, int] | None:
         """(epoch, version) of the newest READY version at the relay; None when it has none. Raises UnavailableError."""
-        status = self._call("status", "status", self._stub.GetStatus, pb.WeightSyncServiceGetStatusRequest())
-        ready = [v.id for v in status.versions if v.state == pb.VERSION_STATE_READY]
-        return max((layouts.id_from_proto(i) for i in ready), default=None)
+        return max((layouts.id_from_proto(v.id) for v in self._versions() if v.state == pb.VERSION_STATE_READY), default=None)
+
+    def newest_epoch(self) -> int:
+        """Newest trainer epoch that has published or begun to; 0 when none has. Raises UnavailableError."""
+        return max((v.id.trainer_epoch for v in self._versions()), default=0)
+
+    def _versions(self) -> Sequence[pb.VersionStatus]:
+        return self._call("status", "status", self._stub.GetStatus, pb.WeightSyncServiceGetStatusRequest()).versions
 
     def close(self) -> None:
         self._slots.clear()

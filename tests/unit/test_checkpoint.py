@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +26,7 @@ def write(folder: Path, step: int, token: str | None = None) -> Path:
     tmp = checkpoint.begin(folder, step)
     (tmp / "model.safetensors").write_bytes(b"m" * 100)
     (tmp / "model.safetensors").chmod(0o600)
-    return checkpoint.finish(tmp, cut(step), {"w": torch.full((3,), float(step)), "optimizer_steps": 4 * step}, token)
+    return checkpoint.finish(tmp, cut(step), {"w": torch.full((3,), float(step)), "optimizer_steps": 4 * step}, b"ledger", token)
 
 
 def test_what_was_saved_is_what_is_loaded(tmp_path: Path) -> None:
@@ -119,15 +119,37 @@ def test_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:
     path = write(tmp_path, 3)
     raw = json.loads((path / "cut.json").read_text())
     (path / "cut.json").write_text(json.dumps(raw | {"format_version": 9}))
-    with pytest.raises(RefusedError, match=r"step-3 has format version 9; this build reads up to 1"):
+    with pytest.raises(RefusedError, match=r"step-3 has format version 9; this build reads up to 2"):
         checkpoint.load(path)
 
 
+def written_by_format_1(folder: Path, step: int) -> Path:
+    """A checkpoint as it was before there were ledger snapshots."""
+    path = write(folder, step)
+    raw = json.loads((path / "cut.json").read_text())
+    (path / "cut.json").write_text(json.dumps({key: raw[key] for key in raw if key != "cut_id"} | {"format_version": 1}))
+    return path
+
+
+def test_a_checkpoint_of_the_previous_format_loads_and_has_no_cut_id(tmp_path: Path) -> None:
+    found, state = checkpoint.load(written_by_format_1(tmp_path, 3))
+    assert (found.step, found.cut_id, found.format_version, state["optimizer_steps"]) == (3, "", 2, 12)
+
+
+def test_a_ledger_that_is_not_the_one_its_cut_was_named_by_is_corrupt(tmp_path: Path) -> None:
+    path, named = write(tmp_path, 3), replace(cut(3), cut_id=checkpoint.name_cut(3, 1, b"ledger"))
+    assert checkpoint.ledger_of(path, named) == b"ledger"
+    (path / "ledger.bin").write_bytes(b"another")
+    with pytest.raises(CorruptError, match=f"is not of cut {named.cut_id}"):
+        checkpoint.ledger_of(path, named)
+
+
 def test_an_older_format_is_migrated_step_by_step_or_refused(tmp_path: Path) -> None:
-    path = write(tmp_path, 3)
+    path = written_by_format_1(tmp_path, 3)
 
     def one_to_two(raw: dict[str, object], state: dict[str, object]) -> None:
         state["weight"] = state.pop("w")
+        raw["cut_id"] = "x"
 
     def two_to_three(raw: dict[str, object], state: dict[str, object]) -> None:
         raw["seed"] = 5
@@ -158,10 +180,10 @@ def test_a_copied_state_is_not_changed_by_further_training() -> None:
 def test_an_export_is_readable_by_others_and_replaces_the_one_before(tmp_path: Path) -> None:
     final = tmp_path / "final"
     for step in (1, 2):
-        checkpoint.export(write(tmp_path / "checkpoints", step), final)
-        assert checkpoint.exported_step(final) == step
+        written = write(tmp_path / "checkpoints", step)
+        assert not checkpoint.is_exported(written, final)
+        checkpoint.export(written, final)
+        assert checkpoint.is_exported(written, final)
     assert sorted(p.name for p in final.iterdir()) == ["cut.json", "model.safetensors"]
     assert (final / "model.safetensors").stat().st_mode & 0o044 == 0o044
     assert sorted(p.name for p in tmp_path.iterdir()) == ["checkpoints", "final"]
-    shutil.rmtree(final)
-    assert checkpoint.exported_step(final) is None

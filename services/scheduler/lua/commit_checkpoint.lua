@@ -1,6 +1,6 @@
 -- Effect   a checkpoint that contains `step` is durable: the groups of steps <= step leave the store.
 -- KEYS     7 epoch:trainer   8 committed   9 prompts   10.. traj:<uid> of each of args.uids
--- ARGV     args.trainer_epoch; args.step; args.path; args.uids, the committed groups of steps <= step
+-- ARGV     args.trainer_epoch; args.step; args.path; args.cut_id; args.uids, the committed groups of steps <= step
 -- Returns  {removed: number}.
 -- I5       nothing leaves the store before.
 -- I6       only the newest trainer commits.
@@ -25,6 +25,7 @@ for n, uid in ipairs(args.uids) do
 end
 if args.step > get('checkpoint') then
   set('checkpoint', args.step)
+  set('cut_id', args.cut_id)
   emit('checkpoint', 'checkpoint of step ' .. args.step .. ' is durable', {step = args.step, groups_removed = gone}, {path = args.path})
 end
 return done({removed = gone})

@@ -1,6 +1,6 @@
 -- Effect   a new trainer incarnation that resumes after step k: groups of later steps are finished again.
 -- KEYS     7 epoch:trainer   8 committed   9 steps   10 evaluations   11 results
--- ARGV     args.resume = k; args.total_steps; args.address; args.finished uids consumed by steps > k; args.trained
+-- ARGV     args.resume = k; args.cut_id of its checkpoint; args.epoch_floor below the new epoch; args.total_steps; args.address; args.finished uids consumed by steps > k; args.trained
 --          uids consumed by steps <= k whose commit was lost; args.steps numbers > k to forget; args.evaluations ids of
 --          evaluations of steps > k to forget; args.ordinal_first nil or the ordinal an empty store begins with;
 --          args.evaluation nil or a plan (see evaluations.py)
@@ -11,7 +11,8 @@
 if args.resume < get('checkpoint') then
   return redis.error_reply('REFUSED resume step ' .. args.resume .. ' is older than checkpoint ' .. get('checkpoint'))
 end
-local epoch = redis.call('INCR', KEYS[7])
+local epoch = math.max(tonumber(redis.call('GET', KEYS[7]) or '0'), args.epoch_floor) + 1
+redis.call('SET', KEYS[7], epoch)
 local newest = redis.call('XREVRANGE', KEYS[6], '+', '-', 'COUNT', 1)
 local event_id = newest[1] and newest[1][1] or '0-0'
 
@@ -57,7 +58,10 @@ set('trainer_epoch', epoch)
 set('trainer_address', args.address)
 set('total_steps', args.total_steps)
 set('committed', args.resume)
-if args.resume > get('checkpoint') then set('checkpoint', args.resume) end
+if args.resume > get('checkpoint') then
+  set('checkpoint', args.resume)
+  set('cut_id', args.cut_id)
+end
 emit('trainer_opened', 'trainer ' .. epoch .. ' resumes after step ' .. args.resume,
   {trainer_epoch = epoch, resume_step = args.resume, groups_reopened = #args.finished}, {address = args.address})
 return done({epoch = epoch, event_id = event_id, reopened = #args.finished})

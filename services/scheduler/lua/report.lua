@@ -1,7 +1,7 @@
 -- Effect   ends of trajectories, all of one call: stored, marked; a whole group is finished, a failed attempt is over.
 -- KEYS     7 replica_epochs   8.. traj:<uid> of each of args.groups
 -- ARGV     args.replica, args.epoch; args.attempts_max; args.groups list of {u uid, a attempt, t list of
---          {i index, w reward, e error of a failed session or nil}}; blobs: the trajectories in that order
+--          {i index, n tokens, w reward, e error of a failed session or nil}}; blobs: the trajectories in that order
 -- Returns  {lost: uids no longer this replica's, accepted: trajectories that counted, finished: uids, failed: trajectories}.
 -- I1       the first end of (uid, index) counts; a repeat is ignored.
 -- I6       an older incarnation of the replica reports nothing.
@@ -10,7 +10,7 @@
 if tonumber(redis.call('HGET', KEYS[7], args.replica) or '0') ~= args.epoch then
   return redis.error_reply('FENCED replica ' .. args.replica .. ' epoch ' .. args.epoch .. ' is not the newest; stop this one')
 end
-local lost, finished, accepted, failed, blob = {}, {}, 0, 0, 5
+local lost, finished, accepted, failed, tokens, blob = {}, {}, 0, 0, 0, 5
 
 local function take(rec, key, t)
   blob = blob + 1
@@ -24,7 +24,7 @@ local function take(rec, key, t)
     if not t.e then
       rec.lo, rec.hi = math.min(rec.lo or t.w, t.w), math.max(rec.hi or t.w, t.w)
     end
-    accepted = accepted + 1
+    accepted, tokens = accepted + 1, tokens + t.n
   end
   redis.call('HDEL', key, 'p' .. t.i)
   rec.x = string.sub(rec.x, 1, at - 1) .. mark .. string.sub(rec.x, at + 1)
@@ -49,5 +49,8 @@ for n, group in ipairs(args.groups) do
     if not ended_here then lost[#lost + 1] = uid end
   end
 end
-if accepted > 0 then add('num_trajectories', accepted) end
+if accepted > 0 then
+  add('num_trajectories', accepted)
+  add('num_tokens', tokens)
+end
 return done({lost = lost, accepted = accepted, finished = finished, failed = failed})
