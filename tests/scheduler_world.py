@@ -243,16 +243,20 @@ class Trainer:
     def __init__(self, world: World) -> None:
         self.world, self.epoch = world, 0
 
-    async def open(self, resume: int = 0, *, total: int = 1000, op: str = "") -> spb.OpenTrainerResponse:
+    async def open(
+        self, resume: int = 0, *, total: int = 1000, op: str = "", cut_id: str = "", epoch_floor: int = 0
+    ) -> spb.OpenTrainerResponse:
         request = spb.OpenTrainerRequest(
             operation_id=op or uuid.uuid4().hex,
             resume_step=resume,
             address="t:1",
             total_steps=total,
             batch_groups=self.world.recipe.scheduler.batch_groups,
+            cut_id=cut_id,
+            epoch_floor=epoch_floor,
         )
         answer: spb.OpenTrainerResponse = await self.world.call("OpenTrainer", request)
-        self.epoch = answer.trainer_epoch
+        self.epoch = answer.trainer_epoch or self.epoch
         return answer
 
     async def sample(self, step: int, wait_s: float = 0.0) -> tuple[list[pb.Group], str]:
@@ -270,9 +274,31 @@ class Trainer:
     async def commit(self, step: int, **metrics: float) -> None:
         await self.world.call("CommitStep", spb.CommitStepRequest(trainer_epoch=self.epoch, step=step, metrics=metrics))
 
-    async def save(self, step: int) -> int:
-        answer = await self.world.call("CommitCheckpoint", spb.CommitCheckpointRequest(trainer_epoch=self.epoch, step=step, path="c"))
-        return answer.num_removed
+    async def step(self, step: int) -> list[str]:
+        """Train `step`; the uids of its batch."""
+        groups, reason = await self.sample(step)
+        assert groups, reason
+        await self.commit(step)
+        return [group.prompt.uid for group in groups]
+
+    async def save(self, step: int, cut_id: str = "") -> int:
+        request = spb.CommitCheckpointRequest(trainer_epoch=self.epoch, step=step, path="c", cut_id=cut_id)
+        return (await self.world.call("CommitCheckpoint", request)).num_removed
+
+    async def snapshot(self, step: int) -> bytes:
+        request = spb.SnapshotLedgerRequest(trainer_epoch=self.epoch, step=step)
+        try:
+            return b"".join([part.data async for part in self.world.stub.SnapshotLedger(request, timeout=SOON_S)])
+        except grpc.RpcError as err:
+            raise rpc.from_rpc_error(err) from None
+
+    async def restore(self, step: int, cut_id: str, snapshot: bytes, *, op: str = "") -> spb.RestoreLedgerResponse:
+        op = op or uuid.uuid4().hex
+        half = len(snapshot) // 2
+        parts = [
+            spb.RestoreLedgerRequest(operation_id=op, cut_id=cut_id, step=step, data=data) for data in (snapshot[:half], snapshot[half:])
+        ]
+        return await self.world.call("RestoreLedger", iter(parts))
 
 
 @contextlib.asynccontextmanager
