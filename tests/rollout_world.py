@@ -239,7 +239,13 @@ async def replica(
 
     driver = Driver(build, policy=policy, keep_partials=keep_partials, on_ended=worker.on_ended, on_died=worker.on_died)
     follower = Follower(
-        source, driver, is_pinned=lambda: worker.book.is_pinned, on_change=worker.on_weights, lease_s=0.0, convert=lambda views: views
+        source,
+        driver,
+        is_pinned=lambda: worker.book.is_pinned,
+        give_back=worker.give_back,
+        on_change=worker.on_weights,
+        lease_s=0.0,
+        convert=lambda views: views,
     )
     worker.attach(driver, follower, Scorer(pool, decode, is_wanted=worker.book.wants, on_scored=worker.on_scored))
     await driver.start()

@@ -229,6 +229,13 @@ class Replica:
         request = spb.ReportTrajectoriesRequest(replica_id=self.name, replica_epoch=self.epoch, reports=reports)
         return list((await self.world.call("ReportTrajectories", request)).lost_uids)
 
+    def handing_back(self, reason: str) -> spb.ReturnLeasesRequest:
+        """All leases, without partial answers."""
+        back = [spb.ReturnedLease(prompt_uid=uid, attempt=lease.attempt) for uid, lease in self.leases.items()]
+        return spb.ReturnLeasesRequest(
+            replica_id=self.name, replica_epoch=self.epoch, operation_id=uuid.uuid4().hex, leases=back, reason=reason
+        )
+
     async def finish(self, *uids: str) -> None:
         """Answer these leases (default: all) wholly."""
         todo = uids or tuple(self.leases)

@@ -89,7 +89,14 @@ async def _serve_with(recipe: Recipe, replica_id: str, pool: RewardPool) -> None
     )
     sync = recipe.weightsync
     subscriber = Subscriber(recipe.peers.weightsync, replica_id, sync.backend, device, sync.phase_deadline_s)
-    follower = Follower(subscriber, driver, is_pinned=lambda: worker.book.is_pinned, on_change=worker.on_weights, lease_s=sync.lease_s)
+    follower = Follower(
+        subscriber,
+        driver,
+        is_pinned=lambda: worker.book.is_pinned,
+        give_back=worker.give_back,
+        on_change=worker.on_weights,
+        lease_s=sync.lease_s,
+    )
     scorer = Scorer(pool, decoder(tokenizer), is_wanted=worker.book.wants, on_scored=worker.on_scored)
     worker.attach(driver, follower, scorer)
     await driver.start()

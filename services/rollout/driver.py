@@ -142,10 +142,10 @@ class Driver:
         if gone:
             self._tell(lambda: self._on_abort(gone))
 
-    async def abort_all(self) -> list[Completion]:
-        """Drop everything; the answers so far, except those of streams (they end as aborted)."""
-        dropped = await self._ask(lambda: self._on_abort(None))
-        return self._route(dropped)
+    async def take_back(self, ids: Iterable[str] | None = None) -> list[Completion]:
+        """Drop these, None = all; the answers so far, except those of streams (they end as aborted)."""
+        gone = None if ids is None else set(ids)
+        return self._route(await self._ask(lambda: self._on_abort(gone)))
 
     async def quiesce(self) -> bool:
         """Before an update: by the drain policy start nothing more and wait until the running answers are done.

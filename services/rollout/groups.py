@@ -263,6 +263,10 @@ class LeaseBook:
             del self._held[uid]
         return aborts
 
+    def generating(self) -> list[str]:
+        """Ids of the sessions with the engine."""
+        return [session_id(uid, index) for uid, held in self._held.items() for index, t in held.owed.items() if t is None]
+
     def give_back(self) -> list[ReturnedLease]:
         """Forget every lease; each with its partial answers, for the scheduler. Whole answers must be reported before."""
         returned = [

@@ -1,10 +1,12 @@
 """Follows the relay: the newest weights into the engine, whole or not at all.
 
     watch --newest--> wait for pinned work --> quiesce --> fetch --> load --> release: intact? --> proceed   held = newest
+                                                          older? give back
                                                    failure: the old version goes on, try again ------^
 
 Pinned work (validation) ends on the version it began with: no update is loaded meanwhile, and the worker leases nothing new
-while one waits. The relay decides what is newest: a resumed trainer's weights are followed even to a lower version.
+while one waits. The relay decides what is newest: a resumed trainer's weights are followed even to a lower version, but no token
+of theirs joins what newer ones began (I8): that is given back before.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import asyncio
 import logging
 import time
 import warnings
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 from services.rollout import metrics
@@ -80,13 +82,17 @@ class Follower:
         loader: Loader,
         *,
         is_pinned: Callable[[], bool],
+        give_back: Callable[[str], Awaitable[None]],
         on_change: Callable[[], None],
         lease_s: float,
         convert: Callable[[Mapping[str, ArrayView]], Mapping[str, Any]] = as_torch,
     ) -> None:
-        """`on_change` is called whenever a property below changes; `lease_s`: how long the relay guards fetched bytes."""
+        """`give_back` returns every lease, with the reason given, before older weights are loaded.
+
+        `on_change` is called whenever a property below changes; `lease_s`: how long the relay guards fetched bytes.
+        """
         self._source, self._loader, self._convert = source, loader, convert
-        self._is_pinned, self._on_change, self._lease_s = is_pinned, on_change, lease_s
+        self._is_pinned, self._give_back, self._on_change, self._lease_s = is_pinned, give_back, on_change, lease_s
         self._newest: VersionId | None = None
         self._changed = asyncio.Event()
         self._last_error = ""
@@ -95,6 +101,8 @@ class Follower:
         self.held: VersionId | None = None
         """The weights in the engine; None before the first, and while what is in it cannot be trusted."""
         self.is_updating = False
+        self.is_stepping_back = False
+        """Older weights are about to be loaded: nothing may begin until they are."""
         self.num_updates = 0
 
     @property
@@ -164,7 +172,7 @@ class Follower:
                 await self._loader.proceed()
             raise
         finally:
-            self.is_updating = False
+            self.is_updating = self.is_stepping_back = False
             self._on_change()
 
     async def _fetch_and_load(self, is_quiet: bool) -> float | None:
@@ -179,6 +187,8 @@ class Follower:
         try:
             if not is_quiet:  # leases that arrived during the fetch may have begun
                 await self._until(lambda: not self._is_pinned())
+            if self.held is not None and id.version < self.held.version:
+                await self._step_back(id)
             await self._loader.load(id.version, self._convert(fetched.tensors))
         except StrettoError as err:
             await self._release(fetched, began_s, err.message)
@@ -197,6 +207,12 @@ class Follower:
             raise CorruptError(f"{id} may have been overwritten while it was loaded, {time.monotonic() - began_s:.1f} s after its fetch")
         self._adopt(id, aim)
         return await self._loader.proceed()
+
+    async def _step_back(self, id: VersionId) -> None:
+        log.info("stepping_back", extra={"fields": {"from": str(self.held), "to": str(id)}})
+        self.is_stepping_back = True
+        self._on_change()
+        await self._give_back(f"the trainer fell back to v{id.version}")
 
     def _adopt(self, id: VersionId, aim: VersionId | None) -> None:
         """The engine holds `id`."""

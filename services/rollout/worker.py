@@ -18,7 +18,7 @@ import logging
 import time
 import uuid
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -210,19 +210,25 @@ class Worker:
                 await self._drain_asked.wait()
                 log.info("draining", extra={"fields": {"leases": len(self.book.attempts())}})
                 self._stop_poll()
-                await self._hand_back("drain", await self._abort_all())
+                await self._hand_back("drain", await self._take_back())
                 for task in tasks:
                     task.cancel()
         except BaseExceptionGroup as failed:
             raise _root_cause(failed) from failed
         await self._say_goodbye()
 
-    async def _abort_all(self) -> list[Completion]:
+    async def give_back(self, reason: str) -> None:
+        """Return every lease with what was produced; people's streams go on. What an open poll is granted follows (`_take`)."""
+        self._stop_poll()
+        await self._hand_back(reason, await self._take_back(self.book.generating()))
+
+    async def _take_back(self, ids: Iterable[str] | None = None) -> list[Completion]:
+        """Sessions out of the engine, None = all: their answers so far."""
         if self._death is not None:
             return []
         try:
             async with asyncio.timeout(SETTLE_S):
-                return await self.driver.abort_all()
+                return await self.driver.take_back(ids)
         except TimeoutError:
             log.error("engine_hangs", extra={"fields": {"waited_s": SETTLE_S}})
             return []
@@ -240,7 +246,9 @@ class Worker:
                 await self._until(lambda: self.book.num_ended == 0)
         except TimeoutError:
             log.warning("unscored_answers_dropped", extra={"fields": {"answers": self.book.num_ended}})
-        leases = self.book.give_back()
+        await self._return(self.book.give_back(), reason)
+
+    async def _return(self, leases: Sequence[pb.ReturnedLease], reason: str) -> None:
         if not leases or not self.link.epoch:
             return
         request = pb.ReturnLeasesRequest(operation_id=uuid.uuid4().hex, leases=leases, reason=reason, **self._session())
@@ -285,7 +293,7 @@ class Worker:
             log.warning("session_fenced", extra={"fields": {"epoch": epoch, "error": err.message}})
             self.link.epoch = 0
             self.book.give_back()
-            await self._abort_all()
+            await self._take_back()
             self._news()
 
     # ---- heartbeats
@@ -366,6 +374,8 @@ class Worker:
             return "waiting for weights"
         if self._is_paused:
             return "paused"
+        if f.is_stepping_back:
+            return "the trainer fell back: older weights are being loaded"
         return "new weights wait for pinned work to end" if f.has_newer and self.book.is_pinned else ""
 
     def _wanted(self) -> int:
@@ -387,7 +397,7 @@ class Worker:
             if answer is None:
                 continue
             if answer.leases:
-                self._begin(answer.leases)
+                await self._take(answer.leases)
             elif time.monotonic() - began_s < EMPTY_PAUSE_S:
                 await asyncio.sleep(EMPTY_PAUSE_S)
 
@@ -425,6 +435,16 @@ class Worker:
     def _stop_poll(self) -> None:
         if self._poll is not None:
             self._poll.cancel()
+
+    async def _take(self, leases: Sequence[pb.Lease]) -> None:
+        """Begin them, but for those that newer weights began: the trainer fell back since they were granted (I8)."""
+        await self._until(lambda: not self.follower.is_stepping_back)
+        newer = [lease for lease in leases if not lease.pin_version and lease.version_begin > self.held.version]
+        if newer and self.follower.held is not None:
+            back = [pb.ReturnedLease(prompt_uid=lease.prompt.uid, attempt=lease.attempt) for lease in newer]
+            await self._return(back, f"begun by newer weights than v{self.held.version}")
+            leases = [lease for lease in leases if lease not in newer]
+        self._begin(leases)
 
     def _begin(self, leases: Iterable[pb.Lease]) -> None:
         now_s = time.monotonic()

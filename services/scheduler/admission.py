@@ -18,8 +18,17 @@ The lag bound, derived
     * a commit moves c to c + 1 after just that batch left;
     * a trainer that resumes at k < c brings back the batches of k+1 .. c: each had due >= its step, so with c := k both
       sides of (F) grow by at least as much on the right as on the left;
-    * eviction only takes jobs away; re-issuing keeps `version_begin` (I8).
+    * eviction only takes jobs away.
     So lag <= max_lag for every trained group, whatever dies. tests/unit/test_admission.py simulates it.
+
+The label stays true (I8)
+    `version_begin` is at most the version of every token of the group. Only a lease to weights older than the label could
+    break that: of a replica that lags behind, or of every replica once the trainer has fallen back and counts again from
+    k. Such a lease makes the label that older version, and is given only where (F) still holds with the due moved ahead;
+    else the group waits for weights as new as its label. Nothing is dropped for it, and nobody waits for ever: what a step
+    lacks may be worked on by the newest weights. Versions of the lost steps count by their number: version j of either
+    timeline is j - k updates from the same checkpoint, and the groups of the lost steps train again in the order of
+    their dues.
 """
 
 from __future__ import annotations
@@ -67,7 +76,7 @@ class Grant:
 
     entries: tuple[Entry, ...]
     version: int
-    """Begins those that have not begun."""
+    """Begins those that have not begun, and those that newer weights began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +112,23 @@ def grant(
     begun = sorted((e for e in train if e.is_begun), key=_age)
     fresh = sorted((e for e in train if not e.is_begun), key=lambda e: e.seq)
     dues = [e.due(max_lag) for e in view.training() if e.is_begun]
-    room = begin_room(held.version, dues, committed=run.committed, batch_groups=batch_groups, max_lag=max_lag)
-    ready = [*exam, *begun, *fresh[:room]]  # I8: what has begun goes before what has not
+
+    def room() -> int:
+        return begin_room(held.version, dues, committed=run.committed, batch_groups=batch_groups, max_lag=max_lag)
+
+    may_go_on: list[Entry] = []
+    for entry in begun:
+        if entry.version_begin > held.version:
+            dues.remove(due := entry.due(max_lag))
+            may_move = room() > 0
+            dues.append(held.version + max_lag + 1 if may_move else due)
+            if not may_move:
+                continue
+        may_go_on.append(entry)
+    ready = [*exam, *may_go_on, *fresh[: room()]]  # I8: what has begun goes before what has not
     if ready:
         return Grant(tuple(ready[: max(1, min(wanted, math.ceil(len(ready) / max(1, waiting))))]), held.version)
-    return Refused(_why_nothing(view, held, fresh=len(fresh), room=room, num_exam=sum(e.kind is Kind.VALIDATION for e in pending)))
+    return Refused(_why_nothing(view, held, begun, fresh=len(fresh), num_exam=sum(e.kind is Kind.VALIDATION for e in pending)))
 
 
 def _age(entry: Entry) -> tuple[int, int]:
@@ -120,9 +141,12 @@ def _name(held: Weights, trainer_epoch: int) -> str:
     return f"v{held.version}" if held.epoch == trainer_epoch else f"v{held.version} of an earlier trainer"
 
 
-def _why_nothing(view: View, held: Weights, *, fresh: int, room: int, num_exam: int) -> str:
+def _why_nothing(view: View, held: Weights, begun: Sequence[Entry], *, fresh: int, num_exam: int) -> str:
+    """`begun` and `fresh` are pending, and none of them may be worked on now."""
     run = view.run
-    if fresh and not room:
+    if begun:
+        return f"{len(begun)} groups wait for weights v{begun[0].version_begin}, which began them: this replica holds v{held.version}"
+    if fresh:
         if held.version < run.committed:
             return f"waiting for weights v{run.committed}: this replica holds v{held.version}"
         return f"{fresh} prompts wait: begun groups fill every step within max_lag"

@@ -52,7 +52,7 @@ class Entry:
     marks: str
     """One character per trajectory: 0 owed, 1 in, x failed in this attempt."""
     version_begin: int = NOT_BEGUN
-    """I8: set by the first lease, never changed."""
+    """I8: at most the version of any of its tokens. Set by the first lease; only ever lowered."""
     attempt: int = 0
     """Number of the newest lease; 0 = never leased."""
     failures: int = 0

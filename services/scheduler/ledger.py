@@ -129,6 +129,8 @@ class TrajectoryEnd:
     error: str
     blob: bytes
     tokens: int = 0
+    version: int | None = None
+    """Least version that drew one of its tokens; None without tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,8 +293,7 @@ class Ledger:
         """`groups` maps (uid, attempt) to its trajectories that ended."""
         listed: list[dict[str, Any]] = []
         for (uid, attempt), ends in groups.items():
-            items = [{"i": t.index, "n": t.tokens, "w": t.reward} | ({"e": t.error} if t.error else {}) for t in ends]
-            listed.append({"u": uid, "a": attempt, "t": items})
+            listed.append({"u": uid, "a": attempt, "t": [_end_of(t) for t in ends]})
         args = {"replica": replica, "epoch": epoch, "attempts_max": attempts_max, "groups": listed}
         keys = [self.key("replica_epochs"), *self.traj(uid for uid, _ in groups)]
         blobs = [t.blob for ends in groups.values() for t in ends]
@@ -598,6 +599,11 @@ def _applied(view: View | None, answer: Mapping[str, Any]) -> View | None:
         entries=entries,
         occupancy={**view.occupancy, **answer["occ"]},
     )
+
+
+def _end_of(end: TrajectoryEnd) -> dict[str, Any]:
+    optional = {"e": end.error or None, "v": end.version}
+    return {"i": end.index, "n": end.tokens, "w": end.reward} | {name: value for name, value in optional.items() if value is not None}
 
 
 def grants_of(answer: Any) -> list[LeaseGrant]:

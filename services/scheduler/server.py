@@ -231,6 +231,7 @@ def _end(trajectory: pb.Trajectory) -> TrajectoryEnd:
         error=(trajectory.error or "session failed")[:500] if failed else "",
         blob=trajectory.SerializeToString(),
         tokens=len(trajectory.token_ids) // 4,
+        version=min((span.version for span in trajectory.spans), default=None),
     )
 
 

@@ -137,7 +137,7 @@ class Lease(_message.Message):
     attempt: _builtins.int
     """Attempt number, >= 1; a report carries it."""
     version_begin: _builtins.int
-    """Version that began the group; the replica stamps nothing itself."""
+    """At most the version of every token of the group. Weights older than it must not work on it: return it (the trainer fell back)."""
     lease_s: _builtins.float
     pin_version: _builtins.bool
     """For VALIDATION: finish on the version held now, do not swap weights in between."""
@@ -279,7 +279,7 @@ class ReturnLeasesRequest(_message.Message):
     replica_epoch: _builtins.int
     operation_id: _builtins.str
     reason: _builtins.str
-    """Named reason: "drain", "abort", "engine failed"."""
+    """Named reason: "drain", "engine failed", "the trainer fell back to v10", …"""
     @_builtins.property
     def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___ReturnedLease]: ...
     def __init__(

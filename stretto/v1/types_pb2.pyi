@@ -348,7 +348,7 @@ class Group(_message.Message):
     VERSION_BEGIN_FIELD_NUMBER: _builtins.int
     ATTEMPTS_FIELD_NUMBER: _builtins.int
     version_begin: _builtins.int
-    """Version that began the group (its first dispatch); lag = trainer version - this."""
+    """At most the version of every token; lag = trainer version - this."""
     attempts: _builtins.int
     """Attempts used, >= 1."""
     @_builtins.property

@@ -251,6 +251,17 @@ async def test_i8_a_group_keeps_the_version_of_its_first_lease(ledger: Ledger) -
     assert (entry.version_begin, entry.attempt, entry.failures) == (4, 2, 1)
 
 
+async def test_i8_work_of_older_weights_makes_a_group_older(ledger: Ledger) -> None:
+    await push(ledger, 2)
+    await lease(ledger, "d0", "d1", version=7)
+    await ledger.expire([recovery.Expiry("d0", 1, "silent")], attempts_max=3)
+    await lease(ledger, "d0", version=5)
+    late = TrajectoryEnd(0, 0.0, "", b"", version=3)
+    await ledger.report(REPLICA, 1, {("d1", 1): [late]}, attempts_max=3)
+    entries = (await ledger.view()).entries
+    assert [entries[uid].version_begin for uid in ("d0", "d1")] == [5, 3]
+
+
 async def test_i9_attempts_are_bounded_and_end_in_a_named_eviction(ledger: Ledger) -> None:
     await push(ledger, 1)
     for attempt in (1, 2):

@@ -167,15 +167,15 @@ class Machine(RuleBasedStateMachine):
         for grant in grants:
             group = self.groups[grant.uid]
             group.state, group.attempt, group.replica_epoch = "running", group.attempt + 1, self.replica
-            group.begin = version if group.begin < 0 else group.begin
+            group.begin = version if group.begin < 0 else min(group.begin, version)
             assert (grant.attempt, grant.version_begin) == (group.attempt, group.begin)
 
     @precondition(lambda self: self.of("running"))
-    @rule(pick=PICK, index=st.integers(0, SIZE - 1), fails=st.booleans(), again=AGAIN)
-    def report(self, pick: int, index: int, fails: bool, again: str) -> None:
+    @rule(pick=PICK, index=st.integers(0, SIZE - 1), fails=st.booleans(), version=st.integers(0, 9), again=AGAIN)
+    def report(self, pick: int, index: int, fails: bool, version: int, again: str) -> None:
         uid = self.picked(pick, "running")
         group = self.groups[uid]
-        end = TrajectoryEnd(index, float(pick), "boom" if fails else "", f"{uid}/{index}".encode())
+        end = TrajectoryEnd(index, float(pick), "boom" if fails else "", f"{uid}/{index}".encode(), None if fails else version)
         self.report_end(uid, group.attempt, end, again)
 
     def report_end(self, uid: str, attempt: int, end: TrajectoryEnd, again: str) -> None:
@@ -189,6 +189,7 @@ class Machine(RuleBasedStateMachine):
             return
         if group.marks[end.index] == "0":
             group.marks[end.index] = "x" if end.error else "1"
+            group.begin = min(group.begin, group.begin if end.version is None else end.version)
             assert (done.accepted, done.failed) == ((0, 1) if end.error else (1, 0))
         if "0" in group.marks:
             return

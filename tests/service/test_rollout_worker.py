@@ -180,6 +180,27 @@ async def test_a_partial_answer_handed_back_by_one_replica_is_continued_by_anoth
         assert np.frombuffer(t.logprobs, "<f4").tolist() == [fake_logprob(0 if i < 5 else 9, i) for i in range(16)]
 
 
+async def test_i8_work_begun_by_newer_weights_goes_back_before_a_trainer_that_fell_back_may_draw_a_token_of_it() -> None:
+    async with replica() as w:
+        w.source.publish(1, 9)
+        await eventually(lambda: w.worker.follower.held == (1, 9))
+        w.engine.answer = lambda _: [10] * 50
+        w.engine.hold(5)
+        w.scheduler.offer(lease("d0", n=1, version_begin=9))
+        await eventually(lambda: w.engine.reached.is_set())
+        w.source.publish(2, 4)
+        await eventually(lambda: w.worker.follower.held == (2, 4))
+        assert w.scheduler.return_reasons == ["the trainer fell back to v4"]
+        (partial,) = w.scheduler.returned["d0"].partials
+        assert [(s.version, s.num_tokens) for s in partial.spans] == [(9, 5)]
+        assert w.driver.vitals.num_running == 0
+        w.scheduler.offer(lease("d1", n=1, version_begin=9), lease("d2", n=1, version_begin=4))
+        await eventually(lambda: "d1" in w.scheduler.returned)
+        w.engine.release()
+        await eventually(lambda: w.scheduler.finished("d2", 1))
+        assert "d1" not in {uid for uid, _ in w.scheduler.reported}
+
+
 async def test_a_drain_directive_ends_the_replica() -> None:
     async with replica() as w:
         w.scheduler.directives = [pb.Directive(kind=pb.Directive.KIND_DRAIN)]

@@ -89,6 +89,15 @@ def test_a_replica_that_is_behind_may_begin_only_what_can_still_be_trained_in_ti
     assert len(granted(v, Weights(1, 2))) == 9
 
 
+def test_i8_older_weights_may_go_on_with_a_begun_group_only_where_its_older_label_can_be_trained_in_time() -> None:
+    old = [entry(n, State.RUNNING, begin=0) for n in range(3)]
+    v = view(*old, entry(5, begin=4), entry(6, begin=4), committed=0)
+    assert granted(v, Weights(1, 0)) == ["d5", "d6"]
+    v = view(*old, entry(3, State.RUNNING, begin=0), entry(4, begin=4), entry(5, begin=5), committed=2)
+    assert refusal(v, Weights(1, 0)) == "2 groups wait for weights v4, which began them: this replica holds v0"
+    assert granted(v, Weights(1, 4)) == ["d4", "d5"]
+
+
 @given(st.lists(st.integers(1, 8), max_size=20), st.integers(0, 6), st.integers(1, 5), st.integers(0, 3), st.integers(0, 4))
 def test_begin_room_is_the_greatest_number_that_stays_feasible(
     dues: list[int], version: int, batch: int, max_lag: int, committed: int
@@ -115,6 +124,8 @@ class History:
     taken: dict[int, list[Entry]] = field(default_factory=dict[int, list[Entry]])
     checkpoint: int = 0
     lag_max: int = 0
+    drawn: dict[str, int] = field(default_factory=dict[str, int])
+    """uid -> least version that has drawn a token of it."""
 
     def view(self) -> View:
         counts = {s.value: sum(e.state is s for e in self.entries.values()) for s in State}
@@ -133,9 +144,10 @@ class History:
             self.view(), Weights(1, max(0, self.committed - behind)), wanted=wanted, batch_groups=self.batch, max_lag=self.max_lag
         )
         if isinstance(choice, Grant):
-            self.put(
-                *(replace(e, state=State.RUNNING, version_begin=e.version_begin if e.is_begun else choice.version) for e in choice.entries)
-            )
+            for e in choice.entries:
+                label = min(e.version_begin, choice.version) if e.is_begun else choice.version
+                self.put(replace(e, state=State.RUNNING, version_begin=label))
+                self.drawn[e.uid] = min(self.drawn.get(e.uid, label), choice.version)
 
     def end(self, pick: int, state: State) -> None:
         running = [e for e in self.entries.values() if e.state is State.RUNNING]
@@ -153,15 +165,18 @@ class History:
                 del self.entries[gone.uid]
         elif isinstance(outcome, sampling.Batch):
             assert len(outcome.entries) == self.batch
-            self.lag_max = max(self.lag_max, *(step - 1 - e.version_begin for e in outcome.entries))
+            assert all(e.version_begin <= self.drawn[e.uid] for e in outcome.entries), "I8: the label is never younger than a token"
+            self.lag_max = max(self.lag_max, *(step - 1 - self.drawn[e.uid] for e in outcome.entries))
             self.taken[step] = [self.entries.pop(e.uid) for e in outcome.entries]
             self.committed = step
 
-    def resume(self, back: int) -> None:
+    def resume(self, back: int, hands_back: bool) -> None:
         to = max(self.checkpoint, self.committed - back)
         for step in range(to + 1, self.committed + 1):
             self.put(*self.taken.pop(step))
         self.committed = to
+        if hands_back:  # replicas that have taken the older weights; the others finish what they have
+            self.put(*(replace(e, state=State.PENDING) for e in self.entries.values() if e.state is State.RUNNING))
 
 
 ACTS = st.one_of(
@@ -169,7 +184,7 @@ ACTS = st.one_of(
     st.tuples(st.just("finish"), st.integers(0, 50)),
     st.tuples(st.just("lose"), st.integers(0, 50)),
     st.tuples(st.just("train")),
-    st.tuples(st.just("resume"), st.integers(0, 3)),
+    st.tuples(st.just("resume"), st.integers(0, 6), st.booleans()),
     st.tuples(st.just("save")),
 )
 
@@ -189,8 +204,8 @@ def test_no_group_is_ever_trained_beyond_max_lag_and_no_history_wedges(
                 h.end(pick, State.FINISHED)
             case ("lose", int(pick)):
                 h.end(pick, State.PENDING)
-            case ("resume", int(back)):
-                h.resume(back)
+            case ("resume", int(back), bool(hands_back)):
+                h.resume(back, hands_back)
             case ("save",):
                 h.checkpoint = h.committed
             case _:

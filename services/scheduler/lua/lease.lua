@@ -1,9 +1,9 @@
 -- Effect   pending -> running: the replica may work on these groups.
 -- KEYS     7 replica_epochs
--- ARGV     args.replica, args.epoch of the replica; args.version begins what has not begun; args.uids
+-- ARGV     args.replica, args.epoch of the replica; args.version of the weights it will begin with; args.uids
 -- Returns  {leases: list of {u uid, a attempt, b version that began it, x marks}}.
 -- I6       an older incarnation of the replica gets nothing.
--- I8       version_begin is written by the first lease only.
+-- I8       version_begin is the least version that may have drawn a token: later leases never make it younger.
 
 if tonumber(redis.call('HGET', KEYS[7], args.replica) or '0') ~= args.epoch then
   return redis.error_reply('FENCED replica ' .. args.replica .. ' epoch ' .. args.epoch .. ' is not the newest; stop this one')
@@ -16,7 +16,7 @@ end
 for i, uid in ipairs(args.uids) do
   local rec = load(uid)
   rec.a, rec.r, rec.e, rec.g = rec.a + 1, args.replica, args.epoch, now_ms
-  if rec.b < 0 then rec.b = args.version end
+  if rec.b < 0 or args.version < rec.b then rec.b = args.version end
   save(uid, rec, 'running')
   leases[i] = {u = uid, a = rec.a, b = rec.b, x = rec.x}
 end

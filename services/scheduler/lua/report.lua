@@ -1,11 +1,13 @@
 -- Effect   ends of trajectories, all of one call: stored, marked; a whole group is finished, a failed attempt is over.
 -- KEYS     7 replica_epochs   8.. traj:<uid> of each of args.groups
 -- ARGV     args.replica, args.epoch; args.attempts_max; args.groups list of {u uid, a attempt, t list of
---          {i index, n tokens, w reward, e error of a failed session or nil}}; blobs: the trajectories in that order
+--          {i index, n tokens, w reward, v least version of its tokens or nil, e error of a failed session or nil}}; blobs:
+--          the trajectories in that order
 -- Returns  {lost: uids no longer this replica's, accepted: trajectories that counted, finished: uids, failed: trajectories}.
 -- I1       the first end of (uid, index) counts; a repeat is ignored.
 -- I6       an older incarnation of the replica reports nothing.
 -- I7       the prompt is not touched.
+-- I8       version_begin is at most the version of any token, whatever the replica has done.
 
 if tonumber(redis.call('HGET', KEYS[7], args.replica) or '0') ~= args.epoch then
   return redis.error_reply('FENCED replica ' .. args.replica .. ' epoch ' .. args.epoch .. ' is not the newest; stop this one')
@@ -21,6 +23,7 @@ local function take(rec, key, t)
     mark, rec.w, failed = 'x', t.e, failed + 1
   else
     redis.call('HSET', key, t.i, ARGV[blob])
+    if t.v and t.v < rec.b then rec.b = t.v end
     if not t.e then
       rec.lo, rec.hi = math.min(rec.lo or t.w, t.w), math.max(rec.hi or t.w, t.w)
     end
