@@ -34,11 +34,13 @@ class LiveRun:
     process: subprocess.Popen[str] | None = None
     said: list[Path] = field(default_factory=list)
     """Output of each start."""
+    options: tuple[str, ...] = ()
+    """Of the next start."""
 
     def start(self) -> LiveRun:
         out = self.folder / f"said-{len(self.said)}.txt"
         self.said.append(out)
-        command = [sys.executable, "-m", "stretto", "run", str(RECIPE), "--headless", f"run.folder={self.folder}", *self.overrides]
+        command = [sys.executable, "-m", "stretto", "run", str(RECIPE), "--headless", f"run.folder={self.folder}", *self.overrides, *self.options]
         self.process = subprocess.Popen(command, stdout=out.open("w"), stderr=subprocess.STDOUT, text=True, env=ENV, start_new_session=True)
         return self
 
