@@ -133,7 +133,7 @@ def status_lines(s: Status) -> list[str]:
     """The status for people."""
     o, paused = s.occupancy, f" ({s.pause_reason})" if s.pause_reason else ""
     lines = [
-        f"{s.run}: {s.phase}{paused}, step {s.committed_step}/{s.total_steps}, saved {s.checkpoint_step}",
+        f"{s.run}: {s.phase}{paused}, step {s.committed_step}/{s.total_steps}, saved {s.cut_id or 'nothing yet'}",
         f"window   {o.occupied}/{o.window}: {o.pending} queued, {o.running} sampled, {o.finished} ready, {o.consumed} trained",
         f"lag      {s.lag_trained_max} most trained, {s.max_lag} allowed",
         f"prompts  {s.cursor} entered, {s.num_evicted} evicted, {s.num_failed} failed, {s.num_reissued} issued again",

@@ -105,6 +105,10 @@ class Status:
     num_reissued: int
     pause_reason: str
     num_trajectories: int
+    num_tokens: int
+    """Sampled in those trajectories."""
+    cut_id: str
+    """The cut a restart resumes from: its newest durable checkpoint; "" before the first."""
     completions_per_s: float
 
     @property

@@ -40,7 +40,17 @@ class LiveRun:
     def start(self) -> LiveRun:
         out = self.folder / f"said-{len(self.said)}.txt"
         self.said.append(out)
-        command = [sys.executable, "-m", "stretto", "run", str(RECIPE), "--headless", f"run.folder={self.folder}", *self.overrides, *self.options]
+        command = [
+            sys.executable,
+            "-m",
+            "stretto",
+            "run",
+            str(RECIPE),
+            "--headless",
+            f"run.folder={self.folder}",
+            *self.overrides,
+            *self.options,
+        ]
         self.process = subprocess.Popen(command, stdout=out.open("w"), stderr=subprocess.STDOUT, text=True, env=ENV, start_new_session=True)
         return self
 

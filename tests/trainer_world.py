@@ -113,7 +113,6 @@ class FakeScheduler(pb_grpc.SchedulerServiceServicer):
         """Called "before" and "after" a method took effect; may kill the caller."""
         self.make_group: Callable[[int, int], types_pb2.Group] = bare_group
         """(ordinal, version that began it) -> what the trainer gets."""
-        self.stop_at = 0
         self.address = ""
         """Of the trainer that opened the run last."""
         self.restored = b""
@@ -190,7 +189,7 @@ class FakeScheduler(pb_grpc.SchedulerServiceServicer):
         elif step > self.committed:
             raise RefusedError(f"commit of step {step} does not follow {self.committed}")
         self.on_call("CommitStep", step, "after")
-        return pb.CommitStepResponse(stop_requested=step == self.stop_at)
+        return pb.CommitStepResponse()
 
     async def CommitCheckpoint(self, request: pb.CommitCheckpointRequest, context: Any) -> pb.CommitCheckpointResponse:  # noqa: N802
         step = request.step

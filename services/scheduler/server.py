@@ -117,7 +117,7 @@ class SchedulerServicer(SchedulerServiceServicer):
     @_timed
     async def CommitStep(self, request: spb.CommitStepRequest, context: Any) -> spb.CommitStepResponse:  # noqa: N802
         await self._controller.commit_step(request.trainer_epoch, request.step, request.metrics)
-        return spb.CommitStepResponse(stop_requested=False)
+        return spb.CommitStepResponse()
 
     @_timed
     async def CommitCheckpoint(self, request: spb.CommitCheckpointRequest, context: Any) -> spb.CommitCheckpointResponse:  # noqa: N802

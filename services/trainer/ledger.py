@@ -80,10 +80,10 @@ class Ledger:
             raise UnavailableError(f"the batch of step {step} ended after {len(groups)} of {expected} groups")
         return groups, "" if groups else reason or f"step {step} has no batch yet"
 
-    def commit_step(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """The step counts from now on. Returns whether the run was asked to stop."""
+    def commit_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The step counts from now on."""
         request = pb.CommitStepRequest(trainer_epoch=self.epoch, step=step, metrics=metrics)
-        return self._until_heard(f"CommitStep {step}", lambda: self.stub.CommitStep(request, timeout=CALL_S)).stop_requested
+        self._until_heard(f"CommitStep {step}", lambda: self.stub.CommitStep(request, timeout=CALL_S))
 
     def snapshot(self, step: int) -> bytes:
         """The whole ledger between `step` and the next, as a checkpoint keeps it."""

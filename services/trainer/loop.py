@@ -262,19 +262,17 @@ class Loop:
             "busy_share": self._busy.share(published),
         }
         self._status.enter("committing")
-        stop_requested = self._ledger.commit_step(step, scalars)
+        self._ledger.commit_step(step, scalars)
         committed = time.monotonic()
         self._note_commit(step, report)
         try:
-            snapshot = self._snapshot(step) if stop_requested or self._is_checkpoint_due(step) else None
+            snapshot = self._snapshot(step) if self._is_checkpoint_due(step) else None
         finally:  # the step is committed: it gets its line, also when a stop ends the wait for the checkpoint in flight
             end = time.monotonic()
             scalars |= {"commit_s": committed - published, "checkpoint_s": end - committed, "step_s": end - begin}
             self._record(step, scalars)
         if snapshot is not None:
             self._save(step, snapshot)  # behind the line: a stable checkpoint has all lines up to its step
-        if stop_requested:
-            self._stop.request()
 
     def _finish(self) -> None:
         """All steps are committed: last checkpoint, the model for others, the last evaluation."""

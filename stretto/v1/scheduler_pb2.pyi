@@ -768,17 +768,12 @@ Global___CommitStepRequest: _TypeAlias = CommitStepRequest  # noqa: Y015
 class CommitStepResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    STOP_REQUESTED_FIELD_NUMBER: _builtins.int
-    stop_requested: _builtins.bool
-    """The run was asked to save a checkpoint or to stop early."""
     def __init__(
         self,
-        *,
-        stop_requested: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["stop_requested", b"stop_requested"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

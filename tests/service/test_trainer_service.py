@@ -170,13 +170,6 @@ def test_sigterm_saves_what_was_committed_and_exits_with_0(tmp_path: Path) -> No
         assert w.trained_once()
 
 
-def test_a_run_that_was_asked_to_stop_ends_after_that_step_with_a_checkpoint(tmp_path: Path) -> None:
-    with world(tmp_path, total=5) as w:
-        w.scheduler.stop_at = 2
-        assert ended(w.start(checkpoint_every_steps=100)) == 0
-        assert (w.scheduler.committed, w.scheduler.checkpointed) == (2, 2)
-
-
 def test_a_caller_that_waits_for_a_checkpoint_is_told_when_the_trainer_stops(tmp_path: Path) -> None:
     with world(tmp_path, total=5) as w:
         w.scheduler.available = 0
