@@ -9,7 +9,7 @@ PROTOC  := build/protoc-venv
 RECIPE  ?= recipes/word-problems.toml
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup quickstart test check format protos docs bench up down clean
+.PHONY: setup quickstart test check format protos docs bench chaos up down clean
 
 setup: $(STAMP)
 
@@ -55,6 +55,10 @@ docs: setup
 
 bench: setup
 	$(BIN)/python -m tests.bench.main
+
+# MINUTES of faults on a small real run; the proofs, and what they cost, go to build/bench/chaos.json
+chaos: setup
+	$(BIN)/python -m tests.system.chaos --minutes $(or $(MINUTES),5) --seed $(or $(SEED),0)
 
 up:
 	docker compose -f deploy/compose.yaml up --build --wait --scale rollout=$(or $(ROLLOUTS),1)
