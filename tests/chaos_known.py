@@ -53,15 +53,20 @@ class Tokenizer:
         return [self.decode(answer) for answer in answers]
 
 
-def faults_of(group: Group, version: int) -> Iterator[str]:
-    """What is wrong with a group that is trained on top of `version`; nothing, if it is what it must be."""
+def oldest_version(group: Group) -> int:
+    """That drew any of its tokens."""
+    return min(span.version for t in group.trajectories for span in t.spans)
+
+
+def faults_of(group: Group) -> Iterator[str]:
+    """What is wrong with a group that is handed to the trainer; nothing, if it is what it must be."""
     uid = group.prompt.uid
     if [t.index for t in group.trajectories] != list(range(group.prompt.group_size)):
         yield f"{uid}: answers {[t.index for t in group.trajectories]} of {group.prompt.group_size}"
     for t in group.trajectories:
         yield from (f"{uid}/{t.index}: {fault}" for fault in _faults_of_answer(uid, t))
-    if group.version_begin > version:
-        yield f"{uid}: began on version {group.version_begin}, trained on {version}"
+    if group.version_begin > (oldest := oldest_version(group)):  # I8: the label bounds the age of every token
+        yield f"{uid}: is said to begin on version {group.version_begin}, but has tokens of {oldest}"
 
 
 def _faults_of_answer(uid: str, t: Trajectory) -> Iterator[str]:
