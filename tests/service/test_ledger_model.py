@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from hypothesis import HealthCheck, settings
@@ -18,11 +18,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from services.scheduler import audit, recovery
 from services.scheduler.groups import State
-from services.scheduler.ledger import Ledger, TrajectoryEnd
+from services.scheduler.ledger import RESTORED_ATTEMPTS, Ledger, TrajectoryEnd
 from stretto import embedded
 from stretto.errors import FencedError
-from stretto.store import Store
+from stretto.store import Store, forget_run
 from stretto.v1 import types_pb2 as pb
+from stretto.v1.ledger_pb2 import LedgerSnapshot
 
 SIZE, BATCH, ATTEMPTS_MAX, REPLICA = 2, 2, 2, "r"
 PICK = st.integers(0, 1000)
@@ -41,11 +42,32 @@ class Model:
     replica_epoch: int = 0
     step: int = 0
 
+    def at_rest(self) -> Model:
+        """As a snapshot keeps it, and as it comes back."""
+        kept = replace(self, attempt=self.attempt + RESTORED_ATTEMPTS, marks=list(self.marks))
+        if self.state in ("pending", "running"):
+            kept.state, kept.replica_epoch, kept.marks = "pending", 0, ["0" if mark == "x" else mark for mark in self.marks]
+        return kept
+
     def over(self, *, failed: bool) -> None:
         self.failures += failed
         self.marks = ["0" if mark == "x" else mark for mark in self.marks]
         self.state = "failed" if self.failures >= ATTEMPTS_MAX else "pending"
         self.replica_epoch = 0
+
+
+@dataclass
+class Kept:
+    """A cut: the snapshot, and what the model was."""
+
+    snapshot: LedgerSnapshot
+    groups: dict[str, Model]
+    steps: dict[int, list[str]]
+    evicted: set[str]
+    queued: list[str]
+    cursor: int
+    users: int
+    step: int
 
 
 def payload(uid: str) -> pb.Prompt:
@@ -55,6 +77,7 @@ def payload(uid: str) -> pb.Prompt:
 class Machine(RuleBasedStateMachine):
     store: ClassVar[Store]
     loop: ClassVar[asyncio.AbstractEventLoop]
+    url: ClassVar[str]
     runs: ClassVar[itertools.count[int]] = itertools.count()
 
     def __init__(self) -> None:
@@ -66,6 +89,7 @@ class Machine(RuleBasedStateMachine):
         self.queued: list[str] = []
         self.cursor = self.users = self.committed = self.checkpoint = self.ops = 0
         self.trainer = self.replica = 0
+        self.cut: Kept | None = None
 
     # ---- machinery
 
@@ -175,7 +199,7 @@ class Machine(RuleBasedStateMachine):
     def report(self, pick: int, index: int, fails: bool, version: int, again: str) -> None:
         uid = self.picked(pick, "running")
         group = self.groups[uid]
-        end = TrajectoryEnd(index, float(pick), "boom" if fails else "", f"{uid}/{index}".encode(), None if fails else version)
+        end = TrajectoryEnd(index, float(pick), "boom" if fails else "", f"{uid}/{index}".encode(), version=None if fails else version)
         self.report_end(uid, group.attempt, end, again)
 
     def report_end(self, uid: str, attempt: int, end: TrajectoryEnd, again: str) -> None:
@@ -272,6 +296,42 @@ class Machine(RuleBasedStateMachine):
             del self.groups[uid]
         self.checkpoint = max(self.checkpoint, step)
 
+    # ---- cuts
+
+    @precondition(lambda self: self.trainer and not self.of("consumed"))
+    @rule(again=AGAIN)
+    def save_cut(self, again: str) -> None:
+        snapshot = self.wait(self.ledger.dump(self.run_name, self.committed))
+        groups = {uid: group.at_rest() for uid, group in self.groups.items() if group.state != "committed"}
+        steps, evicted, queued = dict(self.steps), set(self.evicted), list(self.queued)
+        self.cut = Kept(snapshot, groups, steps, evicted, queued, self.cursor, self.users, self.committed)
+        self.commit_checkpoint(again)
+
+    @precondition(lambda self: self.cut)
+    @rule(is_store_lost=st.booleans(), again=AGAIN)
+    def go_back(self, is_store_lost: bool, again: str) -> None:
+        """To the newest cut; all that came after it is as if it had never been."""
+        cut = self.cut
+        assert cut is not None
+        if is_store_lost:
+            self.wait(asyncio.to_thread(forget_run, self.url, self.run_name))
+            self.open_scheduler()
+        again = "" if is_store_lost else again  # its own answer was lost with the store
+        num = self.do(again, lambda op, rev: self.ledger.restore(cut.snapshot, "cut", rev=rev, op=op))
+        assert num == len(cut.groups)
+        self.groups = {uid: replace(group, marks=list(group.marks)) for uid, group in cut.groups.items()}
+        self.steps, self.evicted, self.queued = dict(cut.steps), set(cut.evicted), list(cut.queued)
+        self.cursor, self.users, self.committed, self.checkpoint = cut.cursor, cut.users, cut.step, cut.step
+        self.trainer += 1
+        epoch = self.do(
+            "",
+            lambda op, rev: self.ledger.open_trainer(
+                cut.step, finished=[], trained=[], steps=[], total_steps=9, address="", epoch_floor=self.trainer - 1, rev=rev, op=op
+            ),
+        ).epoch
+        assert epoch == self.trainer, "I6: epochs grow, also over a lost store"
+        self.join("")
+
     @rule(again=AGAIN)
     def train_a_step(self, again: str) -> None:
         """Everything a step needs, so that histories get far."""
@@ -318,7 +378,7 @@ class Machine(RuleBasedStateMachine):
 
 
 def test_the_ledger_is_its_model_whatever_is_killed_and_repeated(valkey: embedded.EmbeddedServer) -> None:
-    Machine.loop = asyncio.new_event_loop()
+    Machine.loop, Machine.url = asyncio.new_event_loop(), valkey.url
     Machine.store = Machine.loop.run_until_complete(Store.open(valkey.url))
     try:
         run_state_machine_as_test(
