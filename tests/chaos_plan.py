@@ -37,6 +37,7 @@ PROCESS_FAULTS: Sequence[tuple[str, str, float]] = (
     ("double", ROLLOUT, 2.5),
     ("move", ROLLOUT, 2.5),
     ("forget", "store", 2.0),
+    ("wipe", "store", 1.0),
 )
 """(kind, target, weight)"""
 

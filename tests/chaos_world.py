@@ -309,10 +309,10 @@ class World:
             return False
         if fault.kind == "forget":
             return await asyncio.to_thread(self._forget_scripts)
-        if fault.kind in ("kill", "term"):
-            os.kill(server.pid, signal.SIGKILL if fault.kind == "kill" else signal.SIGTERM)
+        if fault.kind in ("kill", "term", "wipe"):
+            os.kill(server.pid, signal.SIGTERM if fault.kind == "term" else signal.SIGKILL)
             self._server = None
-            self._later(self._restart_server(server, fault.pause_s))
+            self._later(self._restart_server(server, fault.pause_s, is_wiped=fault.kind == "wipe"))
             return True
         self._is_server_stopped = True
         process.signal_group(server.pid, signal.SIGSTOP)
@@ -325,8 +325,10 @@ class World:
             return bool(client.script_flush())
         return False
 
-    async def _restart_server(self, old: embedded.EmbeddedServer, pause_s: float) -> None:
+    async def _restart_server(self, old: embedded.EmbeddedServer, pause_s: float, is_wiped: bool) -> None:
         await asyncio.to_thread(old.stop)
+        if is_wiped:
+            shutil.rmtree(self.folder / "redis" / "appendonlydir")
         await asyncio.sleep(pause_s)
         await self._start_server()
 

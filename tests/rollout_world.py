@@ -20,7 +20,7 @@ from services.rollout.scoring import Scorer
 from services.rollout.weights import Follower
 from services.rollout.worker import Settings, Worker
 from stretto import rpc
-from stretto.errors import FencedError, StrettoError
+from stretto.errors import FencedError, NotFoundError, StrettoError
 from stretto.v1 import scheduler_pb2 as pb
 from stretto.v1 import scheduler_pb2_grpc
 from stretto.v1.types_pb2 import Prompt, SamplingParams, Trajectory
@@ -59,6 +59,8 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.lost: set[str] = set()
         self.directives: list[pb.Directive] = []
         self.epoch = 0
+        self.forgotten: set[int] = set()
+        """Epochs that nobody remembers."""
         self.fenced: set[int] = set()
         """Epochs that are refused."""
         self.fence_all = False
@@ -68,6 +70,8 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self._has_offers.set()
 
     def _check(self, epoch: int) -> None:
+        if epoch in self.forgotten:
+            raise NotFoundError(f"replica epoch {epoch} is unknown here")
         if self.fence_all or epoch in self.fenced:
             raise FencedError(f"replica epoch {epoch} is over")
 

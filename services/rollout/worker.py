@@ -29,7 +29,7 @@ from services.rollout.groups import LeaseBook, prompts_wanted
 from services.rollout.link import SchedulerLink
 from services.rollout.scoring import Scorer
 from services.rollout.weights import Follower
-from stretto.errors import FencedError, StrettoError
+from stretto.errors import FencedError, NotFoundError, StrettoError
 from stretto.v1 import scheduler_pb2 as pb
 from stretto.v1.types_pb2 import FinishReason, Trajectory, WeightsId
 
@@ -106,7 +106,7 @@ class Worker:
         self._is_paused = False
         self._renewing = asyncio.Lock()
         self._session_began_s = 0.0
-        self._num_renewals = 0
+        self._num_fenced = 0
         self._poll: asyncio.Task[Any] | None = None
         self._poll_id = ""
         self._poll_held = self._told_held = WeightsId()
@@ -278,19 +278,23 @@ class Worker:
         epoch = self.link.epoch
         try:
             return await self.link.call_until_answered(method, make_request, timeout_s)
-        except FencedError as err:
+        except (FencedError, NotFoundError) as err:
             await self._renew_session(epoch, err)
             return None
 
-    async def _renew_session(self, epoch: int, err: FencedError) -> None:
-        """Begin again under a new epoch: everything leased under the old one belongs to others now."""
+    async def _renew_session(self, epoch: int, err: FencedError | NotFoundError) -> None:
+        """Begin again under a new epoch: everything leased under the old one belongs to others now.
+
+        Raises `err` when another process has our name; a scheduler whose store was emptied has only forgotten it.
+        """
         async with self._renewing:
             if self.link.epoch != epoch:
                 return  # another loop was faster
-            if self._num_renewals and time.monotonic() - self._session_began_s < SESSION_PROVEN_S:
-                raise err
-            self._num_renewals += 1
-            log.warning("session_fenced", extra={"fields": {"epoch": epoch, "error": err.message}})
+            if isinstance(err, FencedError):
+                if self._num_fenced and time.monotonic() - self._session_began_s < SESSION_PROVEN_S:
+                    raise err
+                self._num_fenced += 1
+            log.warning("session_lost", extra={"fields": {"epoch": epoch, "error": err.message}})
             self.link.epoch = 0
             self.book.give_back()
             await self._take_back()

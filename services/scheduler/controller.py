@@ -303,11 +303,12 @@ class Controller:
         return [r for r in self.replicas.values() if not r.is_gone]
 
     def _check_replica(self, replica_id: str, epoch: int) -> Replica:
-        """I6. Raises FencedError for an incarnation that is not the newest."""
+        """I6. Raises FencedError for an incarnation that is not the newest, NotFoundError for one that nobody remembers."""
         replica = self.replicas.get(replica_id)
-        if replica is None or replica.epoch != epoch:
-            newest = replica.epoch if replica else "unknown here"
-            raise FencedError(f"replica {replica_id} epoch {epoch} is not the newest ({newest}); begin with a heartbeat of epoch 0 or stop")
+        if replica is None:
+            raise NotFoundError(f"replica {replica_id} epoch {epoch} is unknown here; begin with a heartbeat of epoch 0")
+        if replica.epoch != epoch:
+            raise FencedError(f"replica {replica_id} epoch {epoch} is not the newest ({replica.epoch}); stop it, or begin with epoch 0")
         return replica
 
     async def heartbeat(self, request: spb.HeartbeatRequest) -> spb.HeartbeatResponse:

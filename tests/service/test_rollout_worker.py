@@ -141,6 +141,16 @@ async def test_a_fenced_session_is_replaced_once_and_its_work_dropped() -> None:
             await asyncio.wait_for(w.running, 5)
 
 
+async def test_a_replica_that_was_forgotten_joins_again_however_often() -> None:
+    """Its scheduler's store was emptied, twice within a minute: nobody took its name."""
+    async with replica() as w:
+        for epoch in (1, 2, 3):
+            w.scheduler.forgotten.add(epoch)
+            await eventually(lambda epoch=epoch: w.worker.link.epoch == epoch + 1)
+        w.scheduler.offer(lease("d0"))
+        await eventually(lambda: w.scheduler.finished("d0"))
+
+
 async def test_draining_reports_what_is_whole_and_hands_back_the_rest_with_partial_answers() -> None:
     async with replica() as w:
         w.engine.answer = lambda request: [2] if request.id == "d0/0" else [10] * 50

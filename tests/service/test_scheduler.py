@@ -321,6 +321,8 @@ async def test_a_replica_that_is_gone_for_ten_leases_is_forgotten_and_may_come_b
         assert list((await world.status()).replicas) == []
         await world.restart()
         assert list((await world.status()).replicas) == []
+        with pytest.raises(NotFoundError, match="r-1 epoch 1 is unknown here"):
+            await replica.poll()
         await replica.beat()
         assert [r.replica_id for r in (await world.status()).replicas] == [replica.name]
         assert replica.epoch == 2  # I6: whoever still runs under the first one is fenced
