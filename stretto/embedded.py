@@ -4,8 +4,8 @@
     stop()                                      SIGTERM: writes and syncs, then ends
 
 It listens on the loopback interface only and asks for a password, which travels on its stdin: neither the argument list nor
-a file shows it. Writes reach the page cache before they are acknowledged, so a killed server loses nothing; a power cut may
-lose the last second (appendfsync everysec).
+a file shows it. Writes reach the page cache before they are acknowledged, so a killed server loses nothing, except that
+while the disk syncs, once a second, they are held back until it has (at most 2 s). A power cut may lose the last second.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _from_wheel() -> str | None:
     if spec is None or spec.origin is None:
         return None
     machine = {"amd64": "x86_64"}.get(platform.machine().lower(), platform.machine().lower())
-    return shutil.which(Path(spec.origin).parent / "_binaries" / f"{platform.system().lower()}-{machine}" / "valkey-server")
+    return shutil.which(str(Path(spec.origin).parent / "_binaries" / f"{platform.system().lower()}-{machine}" / "valkey-server"))
 
 
 class EmbeddedServer:

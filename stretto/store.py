@@ -1,11 +1,17 @@
 """Redis, with its traps handled: scripts that run once, repeats through an outage, clear errors at start.
 
-    run(script, keys, args)    one atomic transition. Repeated on a lost connection with the SAME arguments until outage_s:
+    run(script, keys, args)    one atomic transition. Repeated through an outage with the SAME arguments until outage_s:
                                the script itself must remember its answer under an operation id (redis-py's own retries are
                                off, because they would run a command twice unnoticed)
     read(commands)             one round trip of reads in a transaction; safe to repeat
 
-Answers are bytes. Nothing blocks on the server, so one client with a small pool is enough.
+    outage                     what everybody waits for                                  ends with
+    stopped, stalled, loading  the server to answer                                      the next answer
+    memory full (OOM)          its maxmemory to be raised; reads still work              the next write
+    disk failing (MISCONF)     its disk to take the append-only file; reads still work   the next write
+
+A script that is refused for memory or disk has written nothing: the server checks before a script's first write, and not
+after it. Answers are bytes. Nothing blocks on the server, so one client with a small pool is enough.
 """
 
 from __future__ import annotations
@@ -35,7 +41,7 @@ from redis.exceptions import (
     TimeoutError,
 )
 
-from stretto.errors import FencedError, FullError, InvalidArgumentError, RefusedError, StrettoError, UnavailableError
+from stretto.errors import FencedError, InvalidArgumentError, RefusedError, StrettoError, UnavailableError
 
 log = logging.getLogger("stretto.store")
 T = TypeVar("T")
@@ -45,7 +51,7 @@ CONNECTIONS_MAX = 64
 BACKOFF_FIRST_S, BACKOFF_MAX_S = 0.02, 1.0
 """Delays between repeats: doubling, with jitter in [0.5, 1]."""
 _AWAY = (ConnectionError, TimeoutError, BusyLoadingError, ReadOnlyError, OSError)
-_AWAY_WORDS = ("MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "LOADING", "READONLY")
+_AWAY_WORDS = ("MASTERDOWN", "CLUSTERDOWN", "TRYAGAIN", "LOADING", "READONLY", "MISCONF")
 
 
 class ChangedError(RefusedError):
@@ -67,6 +73,22 @@ class Script:
     @classmethod
     def of(cls, name: str, text: str) -> Script:
         return cls(name, text, hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest())
+
+
+@dataclass(frozen=True, slots=True)
+class Outage:
+    """Why commands wait."""
+
+    why: str
+    """ "Redis at host:port is out of memory (…); raise its maxmemory"."""
+    since_s: float
+    """time.monotonic()."""
+    spares_reads: bool
+    """Only writes wait."""
+
+    @property
+    def for_s(self) -> float:
+        return time.monotonic() - self.since_s
 
 
 def _refusal(err: Exception) -> StrettoError | None:
@@ -93,8 +115,8 @@ class Store:
         self._client, self._where, self._timeout_s, self._outage_s = client, where, timeout_s, outage_s
         self._room = asyncio.Semaphore(CONNECTIONS_MAX)
         """redis-py calls it an outage when all connections are busy; here the command waits for one."""
-        self.away_since_s: float | None = None
-        """time.monotonic() when the server went away; None while it answers."""
+        self.outage: Outage | None = None
+        """None while commands are answered."""
 
     @classmethod
     async def open(cls, url: str, *, timeout_s: float = 5.0, outage_s: float = 120.0, strict: bool = False) -> Store:
@@ -122,15 +144,15 @@ class Store:
 
     async def _check_persistence(self, strict: bool) -> None:
         try:
-            answer = await self._repeat(lambda: client_config(self._client), "CONFIG GET")
+            info = await self._repeat(lambda: self._client.info("persistence"), "INFO")
         except StrettoError as err:
-            log.warning("store_persistence_unknown", extra={"fields": {"where": self._where, "error": err.message}})
-            return
-        if answer == b"yes":
-            return
-        message = (
-            f"Redis at {self._where} runs without append-only persistence: if it stops, the run is lost; start it with --appendonly yes"
-        )
+            message = f"whether Redis at {self._where} has append-only persistence cannot be told: {err.message}"
+        else:
+            if info.get("aof_enabled"):
+                return
+            message = (
+                f"Redis at {self._where} runs without append-only persistence: if it stops, the run is lost; start it with --appendonly yes"
+            )
         if strict:
             raise RefusedError(f'{message} (run.durability = "strict" demands it)')
         log.warning("store_not_persistent", extra={"fields": {"where": self._where, "note": message}})
@@ -140,7 +162,7 @@ class Store:
 
     # -------------------------------------------------------------------------------------------------- commands
 
-    async def run(self, script: Script, keys: Sequence[str], args: Sequence[str | int | bytes]) -> Any:
+    async def run(self, script: Script, keys: Sequence[str], args: Sequence[str | int | bytes], *, writes: bool = True) -> Any:
         """The script's answer. Raises FencedError, RefusedError, ChangedError as the script says, UnavailableError after outage_s."""
 
         async def once() -> Any:
@@ -149,7 +171,7 @@ class Store:
             except NoScriptError:  # a restarted server has forgotten it; EVAL teaches it again
                 return await self._client.execute_command("EVAL", script.text, len(keys), *keys, *args)
 
-        return await self._repeat(once, script.name)
+        return await self._repeat(once, script.name, writes=writes)
 
     async def read(self, *commands: Sequence[str | int | bytes]) -> list[Any]:
         """The answers of read-only commands, taken at one moment."""
@@ -166,7 +188,7 @@ class Store:
 
     # -------------------------------------------------------------------------------------------------- outages
 
-    async def _repeat(self, once: Callable[[], Awaitable[T]], what: str) -> T:
+    async def _repeat(self, once: Callable[[], Awaitable[T]], what: str, *, writes: bool = False) -> T:
         delay_s, began_s = BACKOFF_FIRST_S, time.monotonic()
         while True:
             try:
@@ -175,13 +197,11 @@ class Store:
             except (RedisError, OSError) as err:
                 if (failure := self._failure(err, what)) is not None:
                     raise failure from None
-                self._went_away(err)
+                outage = self._note_outage(err)
                 if time.monotonic() - began_s > self._outage_s:
-                    raise UnavailableError(
-                        f"Redis at {self._where} did not answer {what} for {self._outage_s:g} s: {_reason(err)}"
-                    ) from err
+                    raise UnavailableError(f"gave up {what} after {self._outage_s:g} s: {outage.why}") from err
             else:
-                self._came_back()
+                self._note_answer(writes)
                 return answer
             await asyncio.sleep(delay_s * random.uniform(0.5, 1.0))
             delay_s = min(delay_s * 2, BACKOFF_MAX_S)
@@ -190,29 +210,33 @@ class Store:
         """What to raise; None when the server is away and the command is to be repeated."""
         if isinstance(err, AuthenticationError | AuthorizationError | NoPermissionError):
             return RefusedError(f"Redis at {self._where} refuses the user or password in redis.url: {err}")
-        if isinstance(err, OutOfMemoryError):
-            return FullError(f"Redis at {self._where} is out of memory: {err}; raise its maxmemory")
-        if isinstance(err, _AWAY) or str(err).startswith(_AWAY_WORDS):
+        if isinstance(err, (*_AWAY, OutOfMemoryError)) or str(err).startswith(_AWAY_WORDS):
             return None
         return _refusal(err) or StrettoError(f"Redis at {self._where}: {what}: {err}")
 
-    def _went_away(self, err: Exception) -> None:
-        if self.away_since_s is None:
-            self.away_since_s = time.monotonic()
-            log.warning("store_away", extra={"fields": {"where": self._where, "error": _reason(err)}})
+    def _note_outage(self, err: Exception) -> Outage:
+        why, spares_reads = self._why(err)
+        before, since_s = self.outage, self.outage.since_s if self.outage else time.monotonic()
+        self.outage = Outage(why, since_s, spares_reads)
+        if before is None or before.why != why:
+            log.warning("store_away", extra={"fields": {"where": self._where, "why": why}})
+        return self.outage
 
-    def _came_back(self) -> None:
-        if self.away_since_s is not None:
-            log.warning("store_back", extra={"fields": {"where": self._where, "away_s": round(time.monotonic() - self.away_since_s, 2)}})
-            self.away_since_s = None
+    def _why(self, err: Exception) -> tuple[str, bool]:
+        """What to say of an outage, and whether reads go on."""
+        where, reason = f"Redis at {self._where}", _reason(err)
+        if isinstance(err, OutOfMemoryError):
+            return f"{where} is out of memory; raise its maxmemory", True
+        if reason.startswith("MISCONF"):
+            return f"{where} cannot write its append-only file; see to its disk ({reason})", True
+        if isinstance(err, BusyLoadingError):
+            return f"{where} is loading its data", False
+        return f"{where} does not answer ({reason})", False
 
-
-async def client_config(client: redis.asyncio.Redis) -> bytes | None:
-    """The server's `appendonly` setting."""
-    answer: Any = await client.execute_command("CONFIG", "GET", "appendonly")
-    if isinstance(answer, dict):
-        return next(iter(answer.values()), None)
-    return answer[1] if answer else None
+    def _note_answer(self, wrote: bool) -> None:
+        if self.outage is not None and (wrote or not self.outage.spares_reads):
+            log.warning("store_back", extra={"fields": {"where": self._where, "away_s": round(self.outage.for_s, 2)}})
+            self.outage = None
 
 
 def forget_run(url: str, run_name: str) -> int:

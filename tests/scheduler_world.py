@@ -85,8 +85,11 @@ class CountingLedger(Ledger):
 class World:
     """One scheduler; `restart` ends it as kill -9 would (nothing is said or saved) and starts the next on the same store."""
 
-    def __init__(self, url: str, recipe: recipes.Recipe, *, with_exam: bool = False) -> None:
+    def __init__(
+        self, url: str, recipe: recipes.Recipe, *, with_exam: bool = False, store_timeout_s: float = 5.0, store_outage_s: float = 5.0
+    ) -> None:
         self.recipe, self._url, self._with_exam = recipe, url, with_exam
+        self._store_timeout_s, self._store_outage_s = store_timeout_s, store_outage_s
         self.prompts = NumberedPrompts()
         self.pushes: list[int] = []
         """Dataset prompts of each admission of the newest incarnation."""
@@ -94,7 +97,7 @@ class World:
         """Added to the scheduler's clock."""
 
     async def start(self) -> None:
-        self.store = await Store.open(self._url, outage_s=5)
+        self.store = await Store.open(self._url, timeout_s=self._store_timeout_s, outage_s=self._store_outage_s)
         exam = self.prompts.exam if self._with_exam else None
         self.pushes = []
         self.controller = Controller(self.recipe, CountingLedger(self), self.prompts, exam, clock=self.clock)
@@ -309,8 +312,9 @@ class Trainer:
 
 
 @contextlib.asynccontextmanager
-async def running(url: str, recipe: recipes.Recipe, *, with_exam: bool = False) -> AsyncIterator[World]:
-    world = World(url, recipe, with_exam=with_exam)
+async def running(url: str, recipe: recipes.Recipe, **options: Any) -> AsyncIterator[World]:
+    """`options` of World."""
+    world = World(url, recipe, **options)
     await world.start()
     try:
         yield world
@@ -319,9 +323,9 @@ async def running(url: str, recipe: recipes.Recipe, *, with_exam: bool = False) 
 
 
 @contextlib.asynccontextmanager
-async def ring(url: str, recipe: recipes.Recipe, *, with_exam: bool = False) -> AsyncIterator[tuple[World, Trainer, Replica]]:
+async def ring(url: str, recipe: recipes.Recipe, **options: Any) -> AsyncIterator[tuple[World, Trainer, Replica]]:
     """A scheduler, a trainer that has opened the run at step 0, and a replica that holds version 0."""
-    async with running(url, recipe, with_exam=with_exam) as world:
+    async with running(url, recipe, **options) as world:
         trainer, replica = Trainer(world), Replica(world)
         await trainer.open()
         await replica.hold(trainer.epoch, 0)

@@ -38,8 +38,6 @@ def _run(recipe: Recipe) -> None:
 
 async def _serve(recipe: Recipe) -> None:
     """The scheduler's whole life: open the store and the data, take over the run, serve until told to drain."""
-    import time
-
     from services.scheduler.controller import Controller
     from services.scheduler.data import Dataset
     from services.scheduler.ledger import Ledger
@@ -58,10 +56,7 @@ async def _serve(recipe: Recipe) -> None:
         held_out = recipe.validation_path and await asyncio.to_thread(Dataset.open, recipe.validation_path, recipe=recipe)
         exam = held_out.validation_prompts if held_out else None
 
-        def away_s() -> float | None:
-            return None if store.away_since_s is None else time.monotonic() - store.away_since_s
-
-        controller = Controller(recipe, Ledger(store, recipe.run.name), dataset, exam, store_away_s=away_s)
+        controller = Controller(recipe, Ledger(store, recipe.run.name), dataset, exam)
         await controller.start()
         await _serve_with(recipe, controller, drain_asked)
     finally:

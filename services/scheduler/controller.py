@@ -95,10 +95,8 @@ class Controller:
         exam: Exam | None = None,
         *,
         clock: Callable[[], float] = time.time,
-        store_away_s: Callable[[], float | None] = lambda: None,
     ) -> None:
         self.recipe, self.ledger, self._prompts, self._clock = recipe, ledger, prompts, clock
-        self._store_away_s = store_away_s
         self._rules = recipe.scheduler
         self._turn = asyncio.Lock()
         """Held around decide-and-commit: one decision at a time."""
@@ -176,6 +174,8 @@ class Controller:
         """I9: end what its deadline has ended."""
         await self.ledger.check_epoch()
         async with self._turn:
+            if self.ledger.outage:
+                await self.ledger.configure({})  # writes nothing but its answer: ends with the outage, or the process after outage_s
             self._forgive_if_deaf()
             view = await self.ledger.view()
             rules = self._rules
@@ -738,7 +738,7 @@ class Controller:
     # ---------------------------------------------------------------------------------------------------- looking
 
     async def explain(self) -> list[str]:
-        view, now_s = await self.ledger.view(), self._clock()
+        view, now_s, outage = await self.ledger.look(), self._clock(), self.ledger.outage
         waiting = self._waiting
         num_open, num_all = self.evaluations.open_prompts(view)
         exam = self.evaluations.running
@@ -747,7 +747,7 @@ class Controller:
             lease_s=self._rules.lease_s,
             group_deadline_s=self._rules.group_deadline_s,
             now_s=now_s,
-            store_away_s=self._store_away_s(),
+            store_outage=f"{outage.why}; waited for {outage.for_s:.0f} s" if outage else "",
             trainer_silent_s=None if self._trainer_heard_s is None else now_s - self._trainer_heard_s,
             sample_reason=waiting.reason if waiting and waiting.step == view.run.committed + 1 else "",
             blockers=waiting.blockers if waiting else (),
@@ -763,7 +763,7 @@ class Controller:
         return self._clock() - self._moved_s < RATE_S
 
     async def status(self) -> spb.GetStatusResponse:
-        view, now_s = await self.ledger.view(), self._clock()
+        view, now_s = await self.ledger.look(), self._clock()
         run = view.run
         leases: dict[str, int] = {}
         for entry in view.entries.values():

@@ -39,7 +39,8 @@ class Facts:
     lease_s: float
     group_deadline_s: float
     now_s: float
-    store_away_s: float | None
+    store_outage: str
+    """What every change of the ledger waits for, and for how long; empty = nothing."""
     trainer_silent_s: float | None
     """Since the trainer was last heard; None = not since this scheduler started."""
     sample_reason: str
@@ -55,8 +56,8 @@ def explain(view: View, facts: Facts) -> list[str]:
     """Why nothing is moving, most important first."""
     run = view.run
     reasons: list[str] = []
-    if facts.store_away_s is not None:
-        reasons.append(f"Redis has been away for {facts.store_away_s:.0f} s: nothing can move until it is back")
+    if facts.store_outage:
+        reasons.append(f"{facts.store_outage}: nothing can move until then")
     if run.pause_reason:
         reasons.append(f"paused: {run.pause_reason}; no lease is granted until resume")
     reasons += _trainer(view, facts)

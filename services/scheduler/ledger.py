@@ -43,7 +43,7 @@ from services.scheduler.audit import Snapshot
 from services.scheduler.groups import Entry, Kind, RunState, State, View
 from services.scheduler.recovery import Expiry
 from stretto.errors import FencedError
-from stretto.store import Script, Store, StoreLostError
+from stretto.store import Outage, Script, Store, StoreLostError
 from stretto.v1 import types_pb2 as pb
 from stretto.v1.ledger_pb2 import LedgerSnapshot
 
@@ -233,11 +233,20 @@ class Ledger:
         (answer,) = await self._store.read(("GET", self.key(f"op:{op}")))
         return None if answer is None else json.loads(answer)["ans"]
 
+    @property
+    def outage(self) -> Outage | None:
+        """What every transition waits for; None = nothing."""
+        return self._store.outage
+
+    async def look(self) -> View:
+        """The snapshot for people: an old one rather than none while the store is away."""
+        return self._view if self._view is not None and self.outage else await self.view()
+
     async def view(self) -> View:
         """The snapshot to decide on; who does not hold the turn may get one that is a transition old."""
         if self._view is None or not (self._is_current or self._num_in_flight):
             meta, groups, occupancy = await self._store.run(
-                self._scripts["view"], [self.key("meta"), self.key("groups"), self.key("occupancy")], []
+                self._scripts["view"], [self.key("meta"), self.key("groups"), self.key("occupancy")], [], writes=False
             )
             fields_ = {k: v.decode() for k, v in _pairs(meta).items()}
             read = View(

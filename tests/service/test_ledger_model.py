@@ -1,7 +1,8 @@
 """The ledger against a plain model, in any order of transitions and crashes, on a real server.
 
 After every transition the writer may die and repeat it (same operation id, perhaps as a new scheduler): the answer must be
-the first one and nothing may move. The model is a dict; the audit and the mirror are checked after every step.
+the first one and nothing may move. Before it the server's memory may be full: then it happens wholly or not at all. The
+model is a dict; the audit and the mirror are checked after every step.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+import redis
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
@@ -20,14 +22,14 @@ from services.scheduler import audit, recovery
 from services.scheduler.groups import State
 from services.scheduler.ledger import RESTORED_ATTEMPTS, Ledger, TrajectoryEnd
 from stretto import embedded
-from stretto.errors import FencedError
+from stretto.errors import FencedError, UnavailableError
 from stretto.store import Store, forget_run
 from stretto.v1 import types_pb2 as pb
 from stretto.v1.ledger_pb2 import LedgerSnapshot
 
 SIZE, BATCH, ATTEMPTS_MAX, REPLICA = 2, 2, 2, "r"
 PICK = st.integers(0, 1000)
-AGAIN = st.sampled_from(["", "", "repeat", "new scheduler repeats"])
+AGAIN = st.sampled_from(["", "", "repeat", "new scheduler repeats", "memory full before"])
 
 
 @dataclass
@@ -76,6 +78,9 @@ def payload(uid: str) -> pb.Prompt:
 
 class Machine(RuleBasedStateMachine):
     store: ClassVar[Store]
+    hurried: ClassVar[Store]
+    """Gives up at once."""
+    raw: ClassVar[redis.Redis]
     loop: ClassVar[asyncio.AbstractEventLoop]
     url: ClassVar[str]
     runs: ClassVar[itertools.count[int]] = itertools.count()
@@ -100,12 +105,28 @@ class Machine(RuleBasedStateMachine):
         """Run `act(operation id, revision)`; then perhaps crash and repeat it."""
         self.ops += 1
         op, rev = f"op-{self.ops}", self.wait(self.ledger.view()).rev
+        if again == "memory full before":
+            self.when_full(act, op, rev)
         first = self.wait(act(op, rev))
         if again == "new scheduler repeats":
             self.open_scheduler()
         if again:
             assert self.wait(act(op, rev)) == first, "I1: a repeat returns the first answer"
         return first
+
+    def when_full(self, act: Callable[[str, int], Awaitable[Any]], op: str, rev: int) -> None:
+        """Refused, unless its first write frees memory: then all of it is done, and the next call repeats it."""
+        ledger, before = self.ledger, self.wait(self.ledger.snapshot())
+        self.ledger = Ledger(self.hurried, self.run_name)
+        self.ledger.epoch = ledger.epoch
+        self.raw.config_set("maxmemory", 1)
+        try:
+            self.wait(act(op, rev))
+        except UnavailableError:
+            assert self.wait(ledger.snapshot()) == before
+        finally:
+            self.raw.config_set("maxmemory", 0)
+            self.ledger = ledger
 
     def of(self, *states: str) -> list[str]:
         return [uid for uid, group in self.groups.items() if group.state in states]
@@ -380,11 +401,15 @@ class Machine(RuleBasedStateMachine):
 def test_the_ledger_is_its_model_whatever_is_killed_and_repeated(valkey: embedded.EmbeddedServer) -> None:
     Machine.loop, Machine.url = asyncio.new_event_loop(), valkey.url
     Machine.store = Machine.loop.run_until_complete(Store.open(valkey.url))
+    Machine.hurried = Machine.loop.run_until_complete(Store.open(valkey.url, outage_s=0.0))
+    Machine.raw = redis.Redis.from_url(valkey.url)
     try:
         run_state_machine_as_test(
             Machine,
             settings=settings(max_examples=25, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow]),
         )
     finally:
-        Machine.loop.run_until_complete(Machine.store.close())
+        Machine.raw.close()
+        for store in (Machine.store, Machine.hurried):
+            Machine.loop.run_until_complete(store.close())
         Machine.loop.close()

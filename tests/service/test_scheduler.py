@@ -497,9 +497,8 @@ async def test_an_evaluation_runs_at_the_start_outside_the_window_and_its_failur
         assert event.evaluation.evaluation_id == "s0"
         assert event.evaluation.accuracy == pytest.approx(2 / 3)
         assert (event.evaluation.num_sessions, event.evaluation.num_failed, event.evaluation.outcome) == (6, 2, "complete")
-        status = await world.status()
+        status = await world.until(lambda s: s.last_evaluation == event.evaluation)
         assert status.occupancy.occupied == 12
-        assert status.last_evaluation == event.evaluation
         await world.verify()
 
 

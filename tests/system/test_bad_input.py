@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import redis
 
-from stretto import runs
+from stretto import embedded, runs
 from tests.procs import processes_of
 from tests.run_world import ENV
 
@@ -94,3 +95,24 @@ def test_a_folder_in_which_a_run_lives_is_refused_with_the_pid_of_that_run(recip
     finally:
         lock.release()
     assert said == f"error: run.folder = run: process {os.getpid()} runs in it; stop that run or choose another folder"
+
+
+@pytest.mark.parametrize(
+    ("password", "durability", "says"),
+    [
+        ("nope", "normal", "cannot be used: invalid username-password pair or user is disabled"),
+        (None, "strict", "its append-only file is off"),
+    ],
+)
+def test_a_redis_that_refuses_the_password_or_the_durability_asked_for_is_named(
+    recipe: Path, valkey: embedded.EmbeddedServer, password: str | None, durability: str, says: str
+) -> None:
+    with redis.Redis.from_url(valkey.url) as client:
+        client.config_set("appendonly", "no")
+        try:
+            url = f"redis://:{password or valkey.password}@{valkey.address}/0"
+            said = refused(recipe, f"redis.url={url}", f'run.durability="{durability}"')
+        finally:
+            client.config_set("appendonly", "yes")
+    assert said.splitlines()[-1].startswith(f"error: redis.url = {valkey.address}/0: {says}")
+    assert "nope" not in said
