@@ -54,6 +54,8 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
         self.reported: dict[tuple[str, int], Trajectory] = {}
         self.returned: dict[str, pb.ReturnedLease] = {}
         self.return_reasons: list[str] = []
+        self.return_failures: deque[StrettoError] = deque()
+        """Raised by the next ReturnLeases."""
         self.heartbeats: list[pb.HeartbeatRequest] = []
         self.interval_s = 0.02
         self.lost: set[str] = set()
@@ -99,6 +101,8 @@ class ScriptedScheduler(scheduler_pb2_grpc.SchedulerServiceServicer):
 
     async def ReturnLeases(self, request: pb.ReturnLeasesRequest, context: Any) -> pb.ReturnLeasesResponse:  # noqa: N802
         self._check(request.replica_epoch)
+        if self.return_failures:
+            raise self.return_failures.popleft()
         self.returned |= {r.prompt_uid: r for r in request.leases}
         self.return_reasons.append(request.reason)
         return pb.ReturnLeasesResponse()

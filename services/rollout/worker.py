@@ -53,8 +53,9 @@ ENGINE_REBUILDS_MAX, ENGINE_REBUILDS_WINDOW_S = 3, 600.0
 """An engine that dies more often than this is not built anew: the process ends and its supervisor decides."""
 SETTLE_S = 1.5
 """When leases are handed back: longest wait for answers that are whole but not yet scored and reported."""
-RETURN_TIMEOUT_S = 1.0
-"""Of each of the last calls of a draining replica; what does not arrive is re-issued when the lease expires."""
+RETURN_S, RETURN_TIMEOUT_S = 4.0, 1.0
+"""How long the return of leases is tried while the scheduler is away; of one try, and of the goodbye. What does not arrive is
+re-issued when the lease expires."""
 
 
 class EngineLostError(StrettoError):
@@ -254,9 +255,10 @@ class Worker:
         request = pb.ReturnLeasesRequest(operation_id=uuid.uuid4().hex, leases=leases, reason=reason, **self._session())
         fields = {"leases": len(leases), "partials": sum(len(r.partials) for r in leases), "reason": reason}
         try:
-            await self.link.call("ReturnLeases", request, RETURN_TIMEOUT_S)
-        except StrettoError as err:
-            log.warning("leases_not_returned", extra={"fields": fields | {"error": err.message}})
+            async with asyncio.timeout(RETURN_S):
+                await self.link.call_until_answered("ReturnLeases", lambda: request, RETURN_TIMEOUT_S)
+        except (StrettoError, TimeoutError) as err:
+            log.warning("leases_not_returned", extra={"fields": fields | {"error": str(err) or f"no answer in {RETURN_S:g} s"}})
         else:
             log.info("leases_returned", extra={"fields": fields})
 

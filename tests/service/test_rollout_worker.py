@@ -9,7 +9,7 @@ import pytest
 
 from services.rollout.worker import EngineLostError
 from stretto import rpc
-from stretto.errors import FencedError
+from stretto.errors import DeadlineError, FencedError, UnavailableError
 from stretto.v1 import scheduler_pb2 as pb
 from stretto.v1 import scheduler_pb2_grpc
 from stretto.v1.types_pb2 import FINISH_REASON_ABORTED, FINISH_REASON_FAILED, FINISH_REASON_STOP, WeightsId
@@ -167,6 +167,18 @@ async def test_draining_reports_what_is_whole_and_hands_back_the_rest_with_parti
         assert all(len(t.token_ids) == 12 and t.finish_reason == FINISH_REASON_ABORTED for t in partials.values())
         goodbye = w.scheduler.heartbeats[-1]
         assert (goodbye.state, list(goodbye.lease_uids)) == (pb.REPLICA_STATE_DRAINING, [])
+
+
+async def test_a_draining_replica_hands_back_to_a_scheduler_that_is_away_for_a_moment() -> None:
+    async with replica() as w:
+        w.engine.answer = lambda _: [10] * 50
+        w.engine.hold(3)
+        w.scheduler.offer(lease("d0"))
+        await eventually(w.engine.reached.is_set)
+        w.scheduler.return_failures += [UnavailableError("restarting"), DeadlineError("late")]
+        w.worker.drain()
+        await asyncio.wait_for(w.running, 5)
+        assert len(w.scheduler.returned["d0"].partials) == GROUP
 
 
 async def test_a_partial_answer_handed_back_by_one_replica_is_continued_by_another() -> None:

@@ -32,6 +32,9 @@ from tests.waits import eventually
 HANG_S = 60.0
 """Without a newly committed step; then the run is taken for wedged."""
 TEND_S, LOOK_S, MEMORY_S = 0.1, 0.5, 1.0
+HOLD_S = 20.0
+"""Standing still this long, the run is spared further process faults until its next step: what goes on longer is a hang of its own,
+not a pile of faults."""
 VERIFY_EVERY = 20
 """Faults."""
 ANSWER_S = 60.0
@@ -110,10 +113,15 @@ class Watcher:
             if self.status.committed_step > self._committed or self.status.is_done:
                 self.moved_s = time.monotonic()
             self._committed = self.status.committed_step
-        stall_s = time.monotonic() - self.moved_s
+        stall_s = self.stall_s
         self.longest_stall_s = max(self.longest_stall_s, stall_s)
         if stall_s > HANG_S:
             raise Hung(f"no step after {self._committed} for {stall_s:.0f} s; why: {await self.why()}")
+
+    @property
+    def stall_s(self) -> float:
+        """Since the newest step was committed."""
+        return time.monotonic() - self.moved_s
 
     async def why(self) -> str:
         try:
@@ -256,6 +264,9 @@ class Chaos:
             at_s = max(at_s + fault.after_s, time.monotonic() - gap_s)
             while (left_s := at_s - time.monotonic()) > 0:
                 await asyncio.sleep(min(left_s, LOOK_S))
+                await self._watch.look()
+            while not fault.is_message and self._watch.stall_s > HOLD_S:
+                await asyncio.sleep(LOOK_S)
                 await self._watch.look()
             await world.strike(fault)
             await self._watch.look()
