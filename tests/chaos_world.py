@@ -20,7 +20,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -433,17 +432,13 @@ def _write_known(folder: Path) -> None:
 
 
 def resident_mb(pid: int) -> float:
-    """Proportional set size of a process and its children, MiB; 0 for one that is gone."""
-    return sum(_pss_kb(each) for each in {pid, *children_of({pid})}) / 1024
+    """Resident set of a process and its children, MiB; 0 for one that is gone. Their libraries are counted: a slope does not mind."""
+    return sum(map(_rss_kb, {pid, *children_of({pid})})) / 1024
 
 
-def _pss_kb(pid: int) -> int:
+def _rss_kb(pid: int) -> int:
     with contextlib.suppress(OSError):
-        for line in _lines(Path(f"/proc/{pid}/smaps_rollup")):
-            if line.startswith("Pss:"):
+        for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+            if line.startswith("VmRSS:"):
                 return int(line.split()[1])
     return 0
-
-
-def _lines(path: Path) -> Iterator[str]:
-    yield from path.read_text().splitlines()
