@@ -1,13 +1,15 @@
 """The `stretto` command. Imports what a command needs when it runs, so that `--help` is quick; never torch.
 
 Exit codes: 0 done, 1 failed, 2 the recipe or the arguments are not valid, 3 fenced by a newer run, 4 the run cannot be reached,
-130 stopped by the user.
+130 stopped by the user. `stretto ledger`: 0 as it should be, 1 violated, 2 could not look.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from stretto.client import Client, Status
+    from stretto.ledgers import Source
 
 app = typer.Typer(
     help="Asynchronous RL post-training: start a run, watch it, talk to it.",
@@ -33,9 +36,15 @@ app.add_typer(ledger_app, name="ledger")
 
 Address = Annotated[str, typer.Option("--address", envvar="STRETTO_ADDRESS", help="host:port of the run's scheduler.")]
 RunFolder = Annotated[Path | None, typer.Option("--run", help="Folder of the run. Default: the newest live one under ./runs.")]
+Checkpoint = Annotated[str, typer.Option("--checkpoint", metavar="step-N", help="Read that checkpoint's snapshot instead of the store.")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON for programs.")]
 RecipePath = Annotated[Path, typer.Argument(help="TOML file.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[section.key=value]…", help="Settings that replace the recipe's.")]
+
+EXPORTED = ("uid", "ordinal", "state", "step", "version_begin", "attempts", "reason")
+"""Fields of a line of `ledger export`."""
+LEDGER_UNREAD_CODE = 2
+"""Of `stretto ledger`: could not look."""
 
 
 def main() -> None:
@@ -195,22 +204,67 @@ def why(address: Address = "", run: RunFolder = None, as_json: AsJson = False) -
         _say(f"  {reason}")
 
 
-@ledger_app.command("verify")
-def ledger_verify(address: Address = "", run: RunFolder = None, as_json: AsJson = False) -> None:
-    """Prove from the store that every prompt entered once and left once; exit code 1 if not."""
-    from stretto.summary import ledger_line
+@contextmanager
+def _ledger(address: str, run: Path | None, checkpoint: str) -> Generator[Source, None, None]:
+    """The ledger to read; exit code 2 where it cannot be."""
+    from stretto import ledgers
 
-    with _client(address, run) as client:
-        report = client.verify_ledger()
-    if as_json:
-        _print_json(asdict(report))
-    else:
-        _say(f"{'ok' if report.ok else 'NOT OK'}: {ledger_line(report)}")
-        for reason, count in report.evicted_by_reason.items():
-            _say(f"  evicted {count}: {reason}")
-        _say(f"  step {report.committed_step}, lag at most {report.lag_trained_max}")
+    try:
+        with ledgers.opened(address, run, checkpoint) as source:
+            yield source
+    except StrettoError as err:
+        sys.stderr.write(f"error: {err.message}\n")
+        sys.exit(LEDGER_UNREAD_CODE)
+
+
+@ledger_app.command("verify")
+def ledger_verify(address: Address = "", run: RunFolder = None, checkpoint: Checkpoint = "", as_json: AsJson = False) -> None:
+    """Prove that every prompt entered once and left once. Exit code 0 proven, 1 violated, 2 could not look."""
+    from stretto import ledger_tables
+
+    with _ledger(address, run, checkpoint) as source:
+        report = source.report()
+        if as_json:
+            _print_json(asdict(report))
+        else:
+            _console().print(ledger_tables.proof(report, source.name), soft_wrap=True)
     if not report.ok:
         sys.exit(1)
+
+
+@ledger_app.command("show")
+def ledger_show(
+    uid: Annotated[str, typer.Argument(metavar="[UID]", help="One prompt, by uid (d17, u3) or ordinal. Default: all open ones.")] = "",
+    address: Address = "",
+    run: RunFolder = None,
+    checkpoint: Checkpoint = "",
+    as_json: AsJson = False,
+) -> None:
+    """The open groups, or all that is known of one."""
+    from stretto import ledger_tables
+
+    with _ledger(address, run, checkpoint) as source:
+        groups = list(source.groups(uid, open_only=not uid))
+        if as_json:
+            _print_json([asdict(group) for group in groups])
+        else:
+            _console().print(ledger_tables.life(groups[0]) if uid else ledger_tables.open_groups(groups))
+
+
+@ledger_app.command("export")
+def ledger_export(
+    address: Address = "",
+    run: RunFolder = None,
+    checkpoint: Checkpoint = "",
+    out: Annotated[Path | None, typer.Option("--out", help="File to write. Default: standard output.")] = None,
+) -> None:
+    """One JSON line per prompt that ever entered: uid, ordinal, state, step, version_begin, attempts, reason."""
+    import json
+    from contextlib import nullcontext
+
+    with _ledger(address, run, checkpoint) as source, nullcontext(sys.stdout) if out is None else out.open("w") as file:
+        for group in source.groups():
+            file.write(json.dumps({name: getattr(group, name) for name in EXPORTED}) + "\n")
 
 
 @app.command()

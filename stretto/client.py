@@ -26,7 +26,19 @@ import grpc
 
 from stretto import results, rpc, runs
 from stretto.errors import DeadlineError, InvalidArgumentError, NotFoundError, StrettoError, UnavailableError
-from stretto.results import Checkpoint, Chunk, Evaluation, Event, Explanation, LedgerReport, Occupancy, Replica, Status, Trainer
+from stretto.results import (
+    Checkpoint,
+    Chunk,
+    Evaluation,
+    Event,
+    Explanation,
+    LedgerGroup,
+    LedgerReport,
+    Occupancy,
+    Replica,
+    Status,
+    Trainer,
+)
 from stretto.v1 import rollout_pb2, rollout_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc, trainer_pb2, trainer_pb2_grpc, types_pb2
 
 __all__ = [
@@ -37,6 +49,7 @@ __all__ = [
     "Evaluation",
     "Event",
     "Explanation",
+    "LedgerGroup",
     "LedgerReport",
     "Occupancy",
     "Replica",
@@ -50,6 +63,8 @@ CALL_S = 10.0
 """Deadline of a call that answers at once."""
 POLL_S = 20.0
 """How long one long poll is held open, seconds (the scheduler allows 30)."""
+LEDGER_S = 120.0
+"""Deadline of a call that reads the whole ledger."""
 STREAM_S = 300.0
 """A watch is opened anew after this long: a stream without end has no deadline otherwise."""
 DRAIN_S = 2.0
@@ -64,7 +79,18 @@ DONE = "DONE"
 _SCHEDULER = "stretto.v1.SchedulerService"
 _IDEMPOTENT = [
     f"{_SCHEDULER}/{method}"
-    for method in ["GetStatus", "ExplainWait", "VerifyLedger", "Pause", "Resume", "SetWindow", "GetEvaluation", "SubmitPrompts", "Evaluate"]
+    for method in [
+        "GetStatus",
+        "ExplainWait",
+        "VerifyLedger",
+        "ReadLedger",
+        "Pause",
+        "Resume",
+        "SetWindow",
+        "GetEvaluation",
+        "SubmitPrompts",
+        "Evaluate",
+    ]
 ]
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -162,7 +188,7 @@ def _set_window(window: int) -> _Call[Occupancy]:
 
 
 def _verify() -> _Call[LedgerReport]:
-    return _Call("VerifyLedger", scheduler_pb2.VerifyLedgerRequest(), results.ledger_report, 120.0)
+    return _Call("VerifyLedger", scheduler_pb2.VerifyLedgerRequest(), results.ledger_report, LEDGER_S)
 
 
 def _save() -> trainer_pb2.SaveCheckpointRequest:
@@ -285,6 +311,18 @@ class Client:
     def verify_ledger(self) -> LedgerReport:
         """Prove from the store that every prompt entered once and left once. Check `.ok`."""
         return self._do(_verify())
+
+    def ledger(self, uid: str = "", *, open_only: bool = False) -> Generator[LedgerGroup, None, None]:
+        """Where every prompt stands or ended: the dataset's by ordinal, then users', then validation's.
+
+        `uid` (or an ordinal) = that one alone, with its answers as far as they are stored. Raises NotFoundError.
+        """
+        request = scheduler_pb2.ReadLedgerRequest(uid=uid, open_only=open_only)
+        try:
+            for part in self._stub.ReadLedger(request, timeout=LEDGER_S):
+                yield from map(results.ledger_group, part.groups)
+        except grpc.RpcError as err:
+            raise _failure(err, self.address) from None
 
     def events(self, after: str = "") -> Generator[Event, None, None]:
         """Events after the one with that id ("0": from the oldest kept; "": new ones), live; ends when the run is done.
@@ -428,6 +466,16 @@ class AsyncClient:
     async def verify_ledger(self) -> LedgerReport:
         """As Client.verify_ledger."""
         return await self._do(_verify())
+
+    async def ledger(self, uid: str = "", *, open_only: bool = False) -> AsyncIterator[LedgerGroup]:
+        """As Client.ledger."""
+        request = scheduler_pb2.ReadLedgerRequest(uid=uid, open_only=open_only)
+        try:
+            async for part in self._stub.ReadLedger(request, timeout=LEDGER_S):
+                for group in part.groups:
+                    yield results.ledger_group(group)
+        except grpc.RpcError as err:
+            raise _failure(err, self.address) from None
 
     async def events(self, after: str = "") -> AsyncIterator[Event]:
         """As Client.events."""

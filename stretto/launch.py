@@ -78,7 +78,7 @@ def run(
             for path in cuts.go_back(folder / "checkpoints", resume_step):
                 console.print(f"set aside: {path}", highlight=False, soft_wrap=True)
         _prepare(loaded, interrupts, console)
-        return _Launch(loaded, config, made, lock, interrupts, console, is_headless).run(environ)
+        return _Launch(loaded, config, overrides, made, lock, interrupts, console, is_headless).run(environ)
     except StoppedError:
         console.print("stopped before the start")
         return INTERRUPTED_CODE
@@ -135,9 +135,17 @@ class _Launch:
     """One run from start to summary."""
 
     def __init__(
-        self, loaded: Recipe, config: Path, made: Plan, lock: runs.Lock, interrupts: Interrupts, console: Console, is_headless: bool
+        self,
+        loaded: Recipe,
+        config: Path,
+        overrides: Sequence[str],
+        made: Plan,
+        lock: runs.Lock,
+        interrupts: Interrupts,
+        console: Console,
+        is_headless: bool,
     ) -> None:
-        self._recipe, self._config, self._plan, self._lock = loaded, config, made, lock
+        self._recipe, self._config, self._overrides, self._plan, self._lock = loaded, config, overrides, made, lock
         self._interrupts, self._console = interrupts, console
         self._notices: list[str] = []
         self._start_s = time.monotonic()
@@ -152,7 +160,9 @@ class _Launch:
         summary: Summary | None = None
         try:
             supervisor.start()
-            run_file = runs.RunFile(self._recipe.run.name, os.getpid(), time.time(), str(self._config), self._plan.addresses)
+            given = [item for item in self._overrides if not item.startswith("redis.url")]
+            recipe_path = str(self._config.resolve())
+            run_file = runs.RunFile(self._recipe.run.name, os.getpid(), time.time(), recipe_path, self._plan.addresses, given)
             runs.write(folder, run_file)
             with self._screen:
                 outcome = self._watch(supervisor)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
-from stretto.v1 import rollout_pb2, scheduler_pb2, trainer_pb2, types_pb2
+from stretto.v1 import ledger_pb2, rollout_pb2, scheduler_pb2, trainer_pb2, types_pb2
 
 T = TypeVar("T")
 
@@ -155,8 +155,60 @@ class LedgerReport:
     occupancy: Occupancy
     user_entered: int
     user_trained: int
+    user_evicted: int
     lag_trained_max: int
+    max_lag: int
+    """The recipe's bound on it."""
     committed_step: int
+    checkpoint_step: int
+    checked: tuple[str, ...]
+    """The invariants looked at: "I1", "I2", …"""
+    notes: tuple[str, ...]
+    """What is no violation but should be known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A stored answer of a group; `finish_reason` "aborted" = a partial one, to be continued."""
+
+    index: int
+    finish_reason: str
+    num_tokens: int
+    spans: tuple[tuple[int, int], ...]
+    """(policy version, number of tokens) in order."""
+    reward: float
+    error: str
+    generation_s: float
+    replica_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerGroup:
+    """One prompt's place in the ledger, and what is known of its life."""
+
+    uid: str
+    ordinal: int
+    """-1 for a user's prompt and for validation."""
+    state: str
+    """queued, pending, running, finished, failed, consumed, trained or evicted."""
+    step: int | None
+    """The step that took it."""
+    version_begin: int | None
+    attempts: int | None
+    """Leases so far; None once it has left the store."""
+    reason: str
+    """Why it was evicted, or why its newest attempt failed."""
+    replica: str
+    """Who holds it, while it is running."""
+    granted_unix_s: float | None
+    """Of its newest lease."""
+    num_in: int
+    group_size: int
+    evaluation: str
+    text: str = ""
+    """The prompt, where one group was asked for that is still stored."""
+    ground_truth: str = ""
+    answers: tuple[Answer, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +280,20 @@ def event(m: scheduler_pb2.WatchEventsResponse) -> Event:
 
 
 def ledger_report(m: scheduler_pb2.VerifyLedgerResponse) -> LedgerReport:
-    made = {"violations": tuple(m.violations), "evicted_by_reason": dict(m.evicted_by_reason), "occupancy": occupancy(m.occupancy)}
-    return _read(LedgerReport, m, **made)
+    made: dict[str, Any] = {name: tuple(getattr(m, name)) for name in ("violations", "checked", "notes")}
+    return _read(LedgerReport, m, evicted_by_reason=dict(m.evicted_by_reason), occupancy=occupancy(m.occupancy), **made)
+
+
+def ledger_group(m: ledger_pb2.LedgerGroup) -> LedgerGroup:
+    optional = {name: getattr(m, name) if m.HasField(name) else None for name in ("step", "version_begin", "attempts", "granted_unix_s")}
+    answers = tuple(map(answer, m.trajectories))
+    return _read(LedgerGroup, m, text=m.prompt.text, ground_truth=m.prompt.ground_truth, answers=answers, **optional)
+
+
+def answer(m: types_pb2.Trajectory) -> Answer:
+    spans = tuple((s.version, s.num_tokens) for s in m.spans)
+    finish = _word(types_pb2.FinishReason.Name(m.finish_reason), "FINISH_REASON_")
+    return _read(Answer, m, finish_reason=finish, num_tokens=len(m.token_ids) // 4, spans=spans)
 
 
 def checkpoint(m: trainer_pb2.SaveCheckpointResponse) -> Checkpoint:

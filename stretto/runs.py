@@ -12,7 +12,7 @@ import json
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from stretto import process
@@ -31,9 +31,11 @@ class RunFile:
     """The supervisor."""
     started_unix_s: float
     recipe: str
-    """Path of the recipe, for people."""
+    """Absolute path of the recipe."""
     addresses: Mapping[str, str]
     """host:port by part: "scheduler", "weightsync", "trainer", "rollout-0", "redis", and "<part> metrics"."""
+    overrides: list[str] = field(default_factory=list[str])
+    """Settings of the command line, but for redis.url, which may hold a password."""
 
     @property
     def scheduler(self) -> str:
@@ -110,6 +112,14 @@ def read(folder: Path) -> RunFile:
         raise NotFoundError(f"{path}: there is no such file; nothing was run in that folder") from None
     except (OSError, ValueError, TypeError) as err:
         raise NotFoundError(f"{path}: cannot be read: {err}") from None
+
+
+def latest(root: Path) -> Path:
+    """The folder under `root` whose run began last, live or not. Raises NotFoundError when there is none."""
+    known = [f.parent for f in root.glob("*/run.json")]
+    if not known:
+        raise NotFoundError(f"no run under {root.resolve()}: name one with --run FOLDER or --address HOST:PORT")
+    return max(known, key=lambda folder: (is_live(folder), read(folder).started_unix_s))
 
 
 def newest(root: Path) -> Path:

@@ -1,8 +1,13 @@
-"""Proves I1 to I3 from a snapshot of the store. Pure; `stretto ledger verify` prints the answer.
+"""Proves the invariants from a snapshot of the store, or of a checkpoint. Pure; `stretto ledger verify` prints the answer.
 
 I1  a prompt is in one place: open, trained or evicted; its payload and its trajectories fit its state
 I2  the occupancy counters equal the sizes of the states
 I3  every ordinal first .. cursor - 1 entered once and is open, trained in exactly one committed step, or evicted once
+I4  no more than the window is open, unless a restore brought more: that is said, since a store cannot tell why
+I5  whatever was trained after the newest checkpoint is still there, with its payload
+I6  the epochs that the records carry are the newest ones given out, or older
+I7  every payload parses, is its own group's and agrees with the marks
+I8  no token is older than its group's label; no step has trained a group older than max_lag by its label
 """
 
 from __future__ import annotations
@@ -37,6 +42,25 @@ class Snapshot:
     occupancy: Mapping[str, int]
     trajectories: Mapping[str, frozenset[int]]
     """Stored trajectories of every open and committed group."""
+    begins: Mapping[str, int] = field(default_factory=lambda: dict[str, int]())
+    """version_begin of every trained group."""
+    epochs: Epochs | None = None
+    """None where they were not read."""
+    flaws: tuple[tuple[str, str], ...] | None = None
+    """(invariant, what is wrong with a payload); None where payloads were not read."""
+    is_cut: bool = False
+    """Taken from a checkpoint: what its step and earlier ones trained has left, nothing is leased, and there are no counters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Epochs:
+    """I6: incarnations given out, and those that records carry."""
+
+    scheduler: int
+    trainer: int
+    replicas: Mapping[str, int]
+    sessions: Mapping[str, int]
+    """Of the replicas' session records."""
 
 
 @dataclass(slots=True)
@@ -50,24 +74,102 @@ class Verdict:
     gaps: int = 0
     evicted_by_reason: dict[str, int] = field(default_factory=lambda: dict[str, int]())
     user_trained: int = 0
+    user_evicted: int = 0
+    lag_max: int = 0
+    """Greatest lag trained, by the labels."""
+    checked: tuple[str, ...] = ()
+    """The invariants that the snapshot shows."""
+    notes: list[str] = field(default_factory=lambda: list[str]())
+    """What is no violation but should be known."""
 
     @property
     def ok(self) -> bool:
         return not self.violations
 
 
-def verify(s: Snapshot) -> Verdict:
-    verdict = Verdict(entered=s.run.cursor - s.run.ordinal_first, user_trained=s.run.user_trained)
+def verify(s: Snapshot, max_lag: int | None = None) -> Verdict:
+    """`max_lag` = the recipe's bound; None = not looked at."""
+    verdict = Verdict(entered=s.run.cursor - s.run.ordinal_first, user_trained=s.run.user_trained, checked=_checked(s))
     places = _places(s)
     verdict.trained = sum(uid.startswith("d") for uids in s.steps.values() for uid in uids)
     verdict.evicted = sum(uid.startswith("d") for uid in s.evicted)
+    verdict.user_evicted = sum(uid.startswith("u") for uid in s.evicted)
     verdict.open = sum(e.kind is Kind.TRAIN for e in s.entries)
     verdict.evicted_by_reason = dict(Counter(reason.partition(":")[0] for reason in s.evicted.values()))
     verdict.violations += _named(_one_place(places, verdict))
     verdict.violations += _named(_no_gaps(s, places, verdict))
-    verdict.violations += _named(_counters(s))
+    if not s.is_cut:
+        verdict.violations += _named(_counters(s))
     verdict.violations += _named(_contents(s))
+    verdict.violations += _named(_kept(s))
+    verdict.violations += _named(_epochs(s))
+    verdict.violations += _named(f"{name}: {text}" for name, text in s.flaws or ())
+    verdict.violations += _named(_lags(s, max_lag, verdict))
+    verdict.notes += _notes(s)
     return verdict
+
+
+def _checked(s: Snapshot) -> tuple[str, ...]:
+    shown = {"I2": not s.is_cut, "I6": s.epochs is not None, "I7": s.flaws is not None, "I8": s.flaws is not None}
+    return tuple(name for name in ("I1", "I2", "I3", "I4", "I5", "I6", "I7", "I8") if shown.get(name, True))
+
+
+def _notes(s: Snapshot) -> Iterable[str]:
+    occupied = sum(e.kind is not Kind.VALIDATION for e in s.entries)
+    if occupied > s.run.window:
+        more = "more was restored, or the window was shrunk; none enters until they are trained"
+        yield f"I4: {occupied}/{s.run.window} prompts are open: {more}"
+    if s.run.ordinal_first:
+        yield f"I3: this store begins with ordinal {s.run.ordinal_first}: what came before was lost with an older store"
+    if s.epochs and s.run.trainer_epoch != s.epochs.trainer and _awaits_trainer(s, s.epochs):
+        yield f"I6: no trainer has opened the run since it was restored to {s.run.cut_id}"
+    if left := sum(e.step <= s.run.checkpoint for e in s.committed):
+        yield f"I5: {left} groups that checkpoint {s.run.checkpoint} contains are still stored; the next checkpoint removes them"
+
+
+def _kept(s: Snapshot) -> Iterable[str]:
+    """I5. A payload that a committed group lacks is named by `_contents`."""
+    kept = {e.uid for e in s.committed}
+    if not s.is_cut:
+        for step in sorted(step for step in s.steps if step > s.run.checkpoint):
+            if lost := [uid for uid in s.steps[step] if uid not in kept]:
+                names = ", ".join(lost[:5])
+                yield f"I5: step {step} is after checkpoint {s.run.checkpoint}, but {len(lost)} of its groups are gone: {names}"
+    for entry in s.entries:
+        if entry.state is State.CONSUMED and entry.step != s.run.committed + 1:
+            yield f"I5: {entry.uid} is consumed by step {entry.step}, but {s.run.committed} is the newest committed"
+
+
+def _epochs(s: Snapshot) -> Iterable[str]:
+    if s.epochs is None:
+        return
+    if s.run.trainer_epoch != s.epochs.trainer and not _awaits_trainer(s, s.epochs):
+        yield f"I6: the run was opened by trainer epoch {s.run.trainer_epoch}, but {s.epochs.trainer} is the newest given out"
+    if s.run.trainer_epoch and not s.epochs.scheduler:
+        yield "I6: no scheduler epoch was ever given out"
+    for replica, epoch in s.epochs.sessions.items():
+        if epoch != s.epochs.replicas.get(replica, 0):
+            yield f"I6: the session of {replica} is of epoch {epoch}, but {s.epochs.replicas.get(replica, 0)} is the newest given out"
+    for entry in s.entries:
+        if entry.state is State.RUNNING and entry.replica_epoch > s.epochs.replicas.get(entry.replica, 0):
+            yield f"I6: {entry.uid} is leased to {entry.replica} epoch {entry.replica_epoch}, which was never given out"
+
+
+def _awaits_trainer(s: Snapshot, epochs: Epochs) -> bool:
+    """A restored ledger carries the epoch of its cut, and the store the newest one, until the trainer that asked for it opens the run."""
+    is_untouched = s.run.committed == s.run.checkpoint and not s.committed and not any(e.state is State.CONSUMED for e in s.entries)
+    return is_untouched and bool(s.run.cut_id) and (s.run.trainer_epoch < epochs.trainer or not epochs.trainer)
+
+
+def _lags(s: Snapshot, max_lag: int | None, verdict: Verdict) -> Iterable[str]:
+    """I8. Step t trains on version t - 1."""
+    verdict.lag_max = s.run.lag_trained_max
+    for step, uids in s.steps.items():
+        for uid in uids:
+            lag = step - 1 - s.begins.get(uid, step - 1)
+            verdict.lag_max = max(verdict.lag_max, lag)
+            if max_lag is not None and lag > max_lag:
+                yield f"I8: step {step} trained {uid}, begun by v{s.begins[uid]}: lag {lag} is more than max_lag = {max_lag}"
 
 
 def _places(s: Snapshot) -> dict[str, list[str]]:

@@ -24,13 +24,13 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
 from google.protobuf.message import DecodeError
 
-from services.scheduler import admission, explain, metrics, recovery, sampling
+from services.scheduler import admission, explain, lines, metrics, recovery, sampling
 from services.scheduler.changes import Changes
 from services.scheduler.evaluations import Evaluations, Exam
 from services.scheduler.groups import Entry, State, View, Weights
@@ -41,7 +41,7 @@ from stretto.recipe import Recipe
 from stretto.store import ChangedError
 from stretto.v1 import scheduler_pb2 as spb
 from stretto.v1 import types_pb2 as pb
-from stretto.v1.ledger_pb2 import LedgerSnapshot
+from stretto.v1.ledger_pb2 import LedgerGroup, LedgerSnapshot
 
 log = logging.getLogger("stretto.scheduler")
 T = TypeVar("T")
@@ -800,28 +800,17 @@ class Controller:
         )
 
     async def verify(self) -> spb.VerifyLedgerResponse:
-        from services.scheduler import audit
+        async with self._turn:
+            snapshot = await self.ledger.snapshot(with_payloads=True)
+        return await asyncio.to_thread(lines.report, snapshot, self._rules.max_lag)  # seconds, after a million prompts
 
+    async def read_ledger(self, uid: str, *, open_only: bool) -> Iterator[LedgerGroup]:
+        """Where every prompt stands; with `uid` (or an ordinal) that one, payload included. Raises NotFoundError."""
         async with self._turn:
             snapshot = await self.ledger.snapshot()
-            view = await self.ledger.view()
-        verdict = await asyncio.to_thread(audit.verify, snapshot)  # seconds, after a million prompts
-        return spb.VerifyLedgerResponse(
-            ok=verdict.ok,
-            violations=verdict.violations,
-            ordinals_entered=verdict.entered,
-            ordinals_trained=verdict.trained,
-            ordinals_evicted=verdict.evicted,
-            ordinals_open=verdict.open,
-            duplicates=verdict.duplicates,
-            gaps=verdict.gaps,
-            evicted_by_reason=verdict.evicted_by_reason,
-            occupancy=occupancy_of(view),
-            user_entered=view.run.user_next - view.run.user_queued,
-            user_trained=verdict.user_trained,
-            lag_trained_max=view.run.lag_trained_max,
-            committed_step=view.run.committed,
-        )
+            if not uid:
+                return lines.lines(snapshot, open_only=open_only)
+            return iter([await self.ledger.life(snapshot, uid)])
 
 
 def _is_empty(view: View) -> bool:

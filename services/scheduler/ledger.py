@@ -34,18 +34,19 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from services.scheduler.audit import Snapshot
+from services.scheduler import lines, payloads
+from services.scheduler.audit import Epochs, Snapshot
 from services.scheduler.groups import Entry, Kind, RunState, State, View
 from services.scheduler.recovery import Expiry
-from stretto.errors import FencedError
+from stretto.errors import FencedError, NotFoundError, RefusedError
 from stretto.store import Outage, Script, Store, StoreLostError
 from stretto.v1 import types_pb2 as pb
-from stretto.v1.ledger_pb2 import LedgerSnapshot
+from stretto.v1.ledger_pb2 import LedgerGroup, LedgerSnapshot
 
 OP_TTL_S = 900
 """How long an operation's answer is remembered: longer than any outage a caller repeats through."""
@@ -54,6 +55,8 @@ SNAPSHOT_FORMAT = 1
 RESTORED_ATTEMPTS = 1000
 """Added to the attempts of a restored group: the lost store may have given out later ones than its snapshot knows, and a
 report under such a number must not count for a new lease."""
+READ_GROUPS = 64
+"""Groups whose payloads a proof reads at once: bounds what it holds in memory."""
 _LUA = Path(__file__).parent / "lua"
 _INTEGERS = {f.name for f in fields(RunState) if f.type == "int"}
 _NAMES = {f.name for f in fields(RunState)}
@@ -258,6 +261,11 @@ class Ledger:
             if self._view is None or self._view.rev <= read.rev:  # a transition may have ended while this was on its way
                 self._view, self._is_current = read, self._num_in_flight == 0
         return self._view
+
+    async def reread(self) -> View:
+        """As `view`, from the store in any case: for who only reads, beside others who write."""
+        self._view, self._is_current = None, False
+        return await self.view()
 
     # ---------------------------------------------------------------------------------------------------- admission
 
@@ -531,9 +539,9 @@ class Ledger:
             ("HMGET", self.key("prompts"), *(e.uid for e in entries)),
             *(("HGETALL", key) for key in self.traj(e.uid for e in entries)),
         ]
-        payloads, *answers = await self._store.read(*commands)
+        prompts, *answers = await self._store.read(*commands)
         groups: list[pb.Group] = []
-        for entry, payload, answer in zip(entries, payloads, answers, strict=True):
+        for entry, payload, answer in zip(entries, prompts, answers, strict=True):
             group = pb.Group(version_begin=entry.version_begin, attempts=entry.attempt)
             group.prompt.ParseFromString(payload)
             blobs = _pairs(answer)
@@ -565,30 +573,91 @@ class Ledger:
         (found,) = await self._store.read(("XREVRANGE", self.key("events"), "+", "-", "COUNT", 1))
         return found[0][0].decode() if found else "0-0"
 
-    async def snapshot(self) -> Snapshot:
-        """Everything for `audit.verify`. The caller holds its turn, so the two rounds see the same state."""
-        names = ("meta", "groups", "committed", "steps", "evicted", "occupancy")
+    async def snapshot(self, *, with_payloads: bool = False) -> Snapshot:
+        """Everything for `audit.verify`; `with_payloads` = also read and judge what the groups contain.
+
+        The caller holds its turn, or nobody writes, so that all rounds see the same state.
+        """
+        names = ("meta", "groups", "committed", "steps", "evicted", "occupancy", "replicas", "replica_epochs")
         commands: list[Sequence[str | int | bytes]] = [("HGETALL", self.key(name)) for name in names]
-        commands += [("HKEYS", self.key("prompts")), ("LRANGE", self.key("queue"), 0, -1)]
-        *hashes, prompts, queue = await self._store.read(*commands)
-        meta, groups, committed, steps, evicted, occupancy = (_pairs(h) for h in hashes)
-        entries = tuple(entry_of(uid, json.loads(text)) for uid, text in groups.items())
-        trained = tuple(entry_of(uid, json.loads(text)) for uid, text in committed.items())
-        uids = [e.uid for e in (*entries, *trained)]
-        indices = await self._store.read(*(("HKEYS", key) for key in self.traj(uids)))
-        return Snapshot(
-            run=RunState(**_run_fields({k: v.decode() for k, v in meta.items()})),
-            entries=entries,
-            committed=trained,
-            steps={int(step): tuple(item["u"] for item in json.loads(text)) for step, text in steps.items()},
-            evicted={uid: reason.decode() for uid, reason in evicted.items()},
-            prompts=frozenset(uid.decode() for uid in prompts),
-            queue=tuple(json.loads(item)["u"] for item in queue),
-            occupancy={k: int(v) for k, v in occupancy.items()},
-            trajectories={
-                uid: frozenset(int(i) for i in found if not i.startswith(b"p")) for uid, found in zip(uids, indices, strict=True)
-            },
-        )
+        commands += [("LRANGE", self.key("queue"), 0, -1), ("HKEYS", self.key("prompts"))]
+        commands += [("GET", self.key("epoch:scheduler")), ("GET", self.key("epoch:trainer"))]
+        *hashes, queue, prompts, scheduler, trainer = await self._store.read(*commands)
+        found = {name: _pairs(flat) for name, flat in zip(names, hashes, strict=True)}
+        seen = snapshot_of(found, queue, frozenset(uid.decode() for uid in prompts))
+        sessions = {name: int(json.loads(text)["epoch"]) for name, text in found["replicas"].items()}
+        epochs = Epochs(int(scheduler or 0), int(trainer or 0), {name: int(n) for name, n in found["replica_epochs"].items()}, sessions)
+        stored = [*seen.entries, *seen.committed]
+        trajectories: dict[str, frozenset[int]] = {}
+        flaws: list[tuple[str, str]] = []
+        for begin in range(0, len(stored), READ_GROUPS):
+            part = stored[begin : begin + READ_GROUPS]
+            if with_payloads:
+                answers = await self.trajectories([e.uid for e in part])
+                for entry, prompt, answer in zip(part, await self.prompts([e.uid for e in part]), answers, strict=True):
+                    flaws += flaws_of(entry, prompt, answer)
+                indices = [list(answer) for answer in answers]
+            else:
+                read = await self._store.read(*(("HKEYS", key) for key in self.traj(e.uid for e in part)))
+                indices = [[name.decode() for name in one] for one in read]
+            trajectories |= {e.uid: _whole(names) for e, names in zip(part, indices, strict=True)}
+        return replace(seen, trajectories=trajectories, epochs=epochs, flaws=tuple(flaws) if with_payloads else None)
+
+    async def life(self, seen: Snapshot, uid: str) -> LedgerGroup:
+        """All that is known of one prompt, by its uid or ordinal. Raises NotFoundError when it never entered."""
+        if (group := lines.find(seen, uid)) is None:
+            raise NotFoundError(
+                f"prompt {uid} never entered the ledger: {seen.run.cursor} of the dataset have, and {seen.run.user_next} of users"
+            )
+        (prompt,), (answers,) = await self.prompts([group.uid]), await self.trajectories([group.uid])
+        return lines.fill(group, prompt, answers)
+
+
+def _whole(names: Iterable[str]) -> frozenset[int]:
+    """Indices of the answers that are not partial."""
+    return frozenset(int(name) for name in names if not name.startswith("p"))
+
+
+def flaws_of(entry: Entry, prompt: bytes | None, answers: Mapping[str, bytes]) -> Iterator[tuple[str, str]]:
+    """(invariant, what is wrong) with what a group contains; a missing payload is `audit`'s to name."""
+    if prompt is not None and (flaw := payloads.prompt_flaw(entry.uid, prompt)):
+        yield "I7", f"{entry.uid}: {flaw}"
+    yield from ((name, f"{entry.uid}: {text}") for name, text in payloads.answer_flaws(entry, answers))
+
+
+def snapshot_of(hashes: Mapping[str, Mapping[str, bytes]], queue: Sequence[bytes], prompts: frozenset[str]) -> Snapshot:
+    """What the hashes say, without trajectories, epochs and payloads."""
+    found = {name: hashes.get(name, {}) for name in ("meta", "groups", "committed", "steps", "evicted", "occupancy")}
+    batches = {int(step): json.loads(text) for step, text in found["steps"].items()}
+    return Snapshot(
+        run=RunState(**_run_fields({k: v.decode() for k, v in found["meta"].items()})),
+        entries=tuple(entry_of(uid, json.loads(text)) for uid, text in found["groups"].items()),
+        committed=tuple(entry_of(uid, json.loads(text)) for uid, text in found["committed"].items()),
+        steps={step: tuple(item["u"] for item in batch) for step, batch in batches.items()},
+        begins={item["u"]: item["b"] for batch in batches.values() for item in batch},
+        evicted={uid: reason.decode() for uid, reason in found["evicted"].items()},
+        prompts=prompts,
+        queue=tuple(json.loads(item)["u"] for item in queue),
+        occupancy={k: int(v) for k, v in found["occupancy"].items()},
+        trajectories={},
+    )
+
+
+def snapshot_of_cut(cut: LedgerSnapshot) -> Snapshot:
+    """Everything for `audit.verify` from a checkpoint's ledger.bin. Raises RefusedError for a format that we do not know."""
+    if cut.format_version != SNAPSHOT_FORMAT:
+        raise RefusedError(f"the ledger snapshot is of format {cut.format_version}; this version reads {SNAPSHOT_FORMAT}")
+    hashes = {name: dict(h.fields) for name, h in cut.hashes.items()}
+    prompts = hashes.get("prompts", {})
+    seen = snapshot_of(hashes, cut.queue, frozenset(prompts))
+    answers = {e.uid: hashes.get(f"traj:{e.uid}", {}) for e in seen.entries}
+    return replace(
+        seen,
+        run=replace(seen.run, checkpoint=cut.step),
+        trajectories={uid: _whole(names) for uid, names in answers.items()},
+        flaws=tuple(flaw for e in seen.entries for flaw in flaws_of(e, prompts.get(e.uid), answers[e.uid])),
+        is_cut=True,
+    )
 
 
 def _applied(view: View | None, answer: Mapping[str, Any]) -> View | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-import math
+import itertools
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
-from services.scheduler import metrics
+from services.scheduler import metrics, payloads
 from services.scheduler.controller import Controller, Lease
 from services.scheduler.groups import Weights
 from services.scheduler.ledger import Event, TrajectoryEnd
@@ -21,6 +21,8 @@ from stretto.v1.scheduler_pb2_grpc import SchedulerServiceServicer
 SERVICE = "stretto.v1.SchedulerService"
 BATCH_PART_BYTES = 1 << 20
 """A message of SampleBatch is closed at this size: few messages a batch, and each far below the limit of gRPC."""
+LEDGER_PART_GROUPS = 500
+"""In a message of ReadLedger."""
 WATCH_S = 30.0
 """A quiet watcher looks again after this long."""
 _EVENT_ID = re.compile(r"\d+(-\d+)?")
@@ -185,6 +187,11 @@ class SchedulerServicer(SchedulerServiceServicer):
     async def VerifyLedger(self, request: spb.VerifyLedgerRequest, context: Any) -> spb.VerifyLedgerResponse:  # noqa: N802
         return await self._controller.verify()
 
+    async def ReadLedger(self, request: spb.ReadLedgerRequest, context: Any) -> AsyncIterator[spb.ReadLedgerResponse]:  # noqa: N802
+        groups = await self._controller.read_ledger(request.uid, open_only=request.open_only)
+        while part := list(itertools.islice(groups, LEDGER_PART_GROUPS)):
+            yield spb.ReadLedgerResponse(groups=part)
+
 
 def _parts(groups: Sequence[pb.Group]) -> Iterator[list[pb.Group]]:
     """Whole groups in their order, split where BATCH_PART_BYTES are reached."""
@@ -222,7 +229,7 @@ def _end(trajectory: pb.Trajectory) -> TrajectoryEnd:
             "ReturnLeases"
         )
     _at_least("index", trajectory.index, 0)
-    if trajectory.finish_reason != pb.FINISH_REASON_FAILED and (flaw := _flaw(trajectory)):
+    if trajectory.finish_reason != pb.FINISH_REASON_FAILED and (flaw := payloads.flaw(trajectory)):
         trajectory.error, trajectory.finish_reason = flaw, pb.FINISH_REASON_FAILED
     failed = trajectory.finish_reason == pb.FINISH_REASON_FAILED
     return TrajectoryEnd(
@@ -233,17 +240,6 @@ def _end(trajectory: pb.Trajectory) -> TrajectoryEnd:
         tokens=len(trajectory.token_ids) // 4,
         version=min((span.version for span in trajectory.spans), default=None),
     )
-
-
-def _flaw(trajectory: pb.Trajectory) -> str:
-    """Why an answer must not be kept: the trainer could not read its group, not now and not after a restart. Empty: it may."""
-    if not math.isfinite(trajectory.reward):
-        return f"reward is {trajectory.reward}"
-    num_spanned = sum(span.num_tokens for span in trajectory.spans)
-    if not len(trajectory.token_ids) == len(trajectory.logprobs) == 4 * num_spanned:
-        sizes = f"{len(trajectory.token_ids)} bytes of tokens, {len(trajectory.logprobs)} of log-probs, spans of {num_spanned} tokens"
-        return f"{sizes}: the three must agree at 4 bytes a token"
-    return ""
 
 
 def _event(event: Event) -> spb.WatchEventsResponse:

@@ -22,9 +22,10 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from stretto.v1 import types_pb2 as stretto_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17stretto/v1/ledger.proto\x12\nstretto.v1\"\xd1\x01\n\x0eLedgerSnapshot\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\x05\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x36\n\x06hashes\x18\x04 \x03(\x0b\x32&.stretto.v1.LedgerSnapshot.HashesEntry\x12\r\n\x05queue\x18\x05 \x03(\x0c\x1a\x45\n\x0bHashesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12%\n\x05value\x18\x02 \x01(\x0b\x32\x16.stretto.v1.LedgerHash:\x02\x38\x01\"o\n\nLedgerHash\x12\x32\n\x06\x66ields\x18\x01 \x03(\x0b\x32\".stretto.v1.LedgerHash.FieldsEntry\x1a-\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17stretto/v1/ledger.proto\x12\nstretto.v1\x1a\x16stretto/v1/types.proto\"\xd1\x01\n\x0eLedgerSnapshot\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\x05\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\x0c\n\x04step\x18\x03 \x01(\x03\x12\x36\n\x06hashes\x18\x04 \x03(\x0b\x32&.stretto.v1.LedgerSnapshot.HashesEntry\x12\r\n\x05queue\x18\x05 \x03(\x0c\x1a\x45\n\x0bHashesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12%\n\x05value\x18\x02 \x01(\x0b\x32\x16.stretto.v1.LedgerHash:\x02\x38\x01\"o\n\nLedgerHash\x12\x32\n\x06\x66ields\x18\x01 \x03(\x0b\x32\".stretto.v1.LedgerHash.FieldsEntry\x1a-\n\x0b\x46ieldsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c:\x02\x38\x01\"\x83\x03\n\x0bLedgerGroup\x12\x0b\n\x03uid\x18\x01 \x01(\t\x12\x0f\n\x07ordinal\x18\x02 \x01(\x03\x12\r\n\x05state\x18\x03 \x01(\t\x12\x11\n\x04step\x18\x04 \x01(\x03H\x00\x88\x01\x01\x12\x1a\n\rversion_begin\x18\x05 \x01(\x03H\x01\x88\x01\x01\x12\x15\n\x08\x61ttempts\x18\x06 \x01(\x05H\x02\x88\x01\x01\x12\x0e\n\x06reason\x18\x07 \x01(\t\x12\x0f\n\x07replica\x18\x08 \x01(\t\x12\x1b\n\x0egranted_unix_s\x18\t \x01(\x01H\x03\x88\x01\x01\x12\x0e\n\x06num_in\x18\n \x01(\x05\x12\x12\n\ngroup_size\x18\x0b \x01(\x05\x12\x12\n\nevaluation\x18\x0c \x01(\t\x12\"\n\x06prompt\x18\r \x01(\x0b\x32\x12.stretto.v1.Prompt\x12,\n\x0ctrajectories\x18\x0e \x03(\x0b\x32\x16.stretto.v1.TrajectoryB\x07\n\x05_stepB\x10\n\x0e_version_beginB\x0b\n\t_attemptsB\x11\n\x0f_granted_unix_sb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,12 +36,14 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LEDGERSNAPSHOT_HASHESENTRY']._serialized_options = b'8\001'
   _globals['_LEDGERHASH_FIELDSENTRY']._loaded_options = None
   _globals['_LEDGERHASH_FIELDSENTRY']._serialized_options = b'8\001'
-  _globals['_LEDGERSNAPSHOT']._serialized_start=40
-  _globals['_LEDGERSNAPSHOT']._serialized_end=249
-  _globals['_LEDGERSNAPSHOT_HASHESENTRY']._serialized_start=180
-  _globals['_LEDGERSNAPSHOT_HASHESENTRY']._serialized_end=249
-  _globals['_LEDGERHASH']._serialized_start=251
-  _globals['_LEDGERHASH']._serialized_end=362
-  _globals['_LEDGERHASH_FIELDSENTRY']._serialized_start=317
-  _globals['_LEDGERHASH_FIELDSENTRY']._serialized_end=362
+  _globals['_LEDGERSNAPSHOT']._serialized_start=64
+  _globals['_LEDGERSNAPSHOT']._serialized_end=273
+  _globals['_LEDGERSNAPSHOT_HASHESENTRY']._serialized_start=204
+  _globals['_LEDGERSNAPSHOT_HASHESENTRY']._serialized_end=273
+  _globals['_LEDGERHASH']._serialized_start=275
+  _globals['_LEDGERHASH']._serialized_end=386
+  _globals['_LEDGERHASH_FIELDSENTRY']._serialized_start=341
+  _globals['_LEDGERHASH_FIELDSENTRY']._serialized_end=386
+  _globals['_LEDGERGROUP']._serialized_start=389
+  _globals['_LEDGERGROUP']._serialized_end=776
 # @@protoc_insertion_point(module_scope)

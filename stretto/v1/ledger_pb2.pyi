@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from stretto.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -119,3 +120,94 @@ class LedgerHash(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LedgerHash: _TypeAlias = LedgerHash  # noqa: Y015
+
+@_typing.final
+class LedgerGroup(_message.Message):
+    """One prompt's place in the ledger, and what is known of its life."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UID_FIELD_NUMBER: _builtins.int
+    ORDINAL_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    VERSION_BEGIN_FIELD_NUMBER: _builtins.int
+    ATTEMPTS_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    REPLICA_FIELD_NUMBER: _builtins.int
+    GRANTED_UNIX_S_FIELD_NUMBER: _builtins.int
+    NUM_IN_FIELD_NUMBER: _builtins.int
+    GROUP_SIZE_FIELD_NUMBER: _builtins.int
+    EVALUATION_FIELD_NUMBER: _builtins.int
+    PROMPT_FIELD_NUMBER: _builtins.int
+    TRAJECTORIES_FIELD_NUMBER: _builtins.int
+    uid: _builtins.str
+    ordinal: _builtins.int
+    """Place in the endless dataset; -1 for a user's prompt and for validation."""
+    state: _builtins.str
+    """"queued", "pending", "running", "finished", "failed", "consumed", "trained" or "evicted"."""
+    step: _builtins.int
+    """The step that took it."""
+    version_begin: _builtins.int
+    """Absent before its first lease, and for evicted ones."""
+    attempts: _builtins.int
+    """Leases so far; absent once the group has left the store."""
+    reason: _builtins.str
+    """Why it was evicted, or why its newest attempt failed."""
+    replica: _builtins.str
+    """Who holds it, while it is running."""
+    granted_unix_s: _builtins.float
+    """Of its newest lease."""
+    num_in: _builtins.int
+    """Trajectories that have ended well."""
+    group_size: _builtins.int
+    evaluation: _builtins.str
+    """For validation: whose."""
+    @_builtins.property
+    def prompt(self) -> _types_pb2.Prompt:
+        """Only where one group was asked for that is still stored."""
+
+    @_builtins.property
+    def trajectories(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.Trajectory]:
+        """As `prompt`: the ended ones and partial answers (FINISH_REASON_ABORTED), by index."""
+
+    def __init__(
+        self,
+        *,
+        uid: _builtins.str = ...,
+        ordinal: _builtins.int = ...,
+        state: _builtins.str = ...,
+        step: _builtins.int | None = ...,
+        version_begin: _builtins.int | None = ...,
+        attempts: _builtins.int | None = ...,
+        reason: _builtins.str = ...,
+        replica: _builtins.str = ...,
+        granted_unix_s: _builtins.float | None = ...,
+        num_in: _builtins.int = ...,
+        group_size: _builtins.int = ...,
+        evaluation: _builtins.str = ...,
+        prompt: _types_pb2.Prompt | None = ...,
+        trajectories: _abc.Iterable[_types_pb2.Trajectory] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_attempts", b"_attempts", "_granted_unix_s", b"_granted_unix_s", "_step", b"_step", "_version_begin", b"_version_begin", "attempts", b"attempts", "granted_unix_s", b"granted_unix_s", "prompt", b"prompt", "step", b"step", "version_begin", b"version_begin"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attempts", b"_attempts", "_granted_unix_s", b"_granted_unix_s", "_step", b"_step", "_version_begin", b"_version_begin", "attempts", b"attempts", "evaluation", b"evaluation", "granted_unix_s", b"granted_unix_s", "group_size", b"group_size", "num_in", b"num_in", "ordinal", b"ordinal", "prompt", b"prompt", "reason", b"reason", "replica", b"replica", "state", b"state", "step", b"step", "trajectories", b"trajectories", "uid", b"uid", "version_begin", b"version_begin"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__attempts: _TypeAlias = _typing.Literal["attempts"]  # noqa: Y015
+    _WhichOneofArgType__attempts: _TypeAlias = _typing.Literal["_attempts", b"_attempts"]  # noqa: Y015
+    _WhichOneofReturnType__granted_unix_s: _TypeAlias = _typing.Literal["granted_unix_s"]  # noqa: Y015
+    _WhichOneofArgType__granted_unix_s: _TypeAlias = _typing.Literal["_granted_unix_s", b"_granted_unix_s"]  # noqa: Y015
+    _WhichOneofReturnType__step: _TypeAlias = _typing.Literal["step"]  # noqa: Y015
+    _WhichOneofArgType__step: _TypeAlias = _typing.Literal["_step", b"_step"]  # noqa: Y015
+    _WhichOneofReturnType__version_begin: _TypeAlias = _typing.Literal["version_begin"]  # noqa: Y015
+    _WhichOneofArgType__version_begin: _TypeAlias = _typing.Literal["_version_begin", b"_version_begin"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__attempts) -> _WhichOneofReturnType__attempts | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__granted_unix_s) -> _WhichOneofReturnType__granted_unix_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__step) -> _WhichOneofReturnType__step | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__version_begin) -> _WhichOneofReturnType__version_begin | None: ...
+
+Global___LedgerGroup: _TypeAlias = LedgerGroup  # noqa: Y015

@@ -12,6 +12,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from stretto.v1 import ledger_pb2 as _ledger_pb2
 from stretto.v1 import types_pb2 as _types_pb2
 import builtins as _builtins
 import sys
@@ -1645,6 +1646,11 @@ class VerifyLedgerResponse(_message.Message):
     USER_TRAINED_FIELD_NUMBER: _builtins.int
     LAG_TRAINED_MAX_FIELD_NUMBER: _builtins.int
     COMMITTED_STEP_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_STEP_FIELD_NUMBER: _builtins.int
+    MAX_LAG_FIELD_NUMBER: _builtins.int
+    CHECKED_FIELD_NUMBER: _builtins.int
+    NOTES_FIELD_NUMBER: _builtins.int
+    USER_EVICTED_FIELD_NUMBER: _builtins.int
     ok: _builtins.bool
     ordinals_entered: _builtins.int
     ordinals_trained: _builtins.int
@@ -1656,6 +1662,10 @@ class VerifyLedgerResponse(_message.Message):
     user_trained: _builtins.int
     lag_trained_max: _builtins.int
     committed_step: _builtins.int
+    checkpoint_step: _builtins.int
+    max_lag: _builtins.int
+    """The recipe's bound on lag_trained_max."""
+    user_evicted: _builtins.int
     @_builtins.property
     def violations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Each broken invariant by name ("I3: ordinal 17 trained in steps 4 and 9")."""
@@ -1664,6 +1674,14 @@ class VerifyLedgerResponse(_message.Message):
     def evicted_by_reason(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]: ...
     @_builtins.property
     def occupancy(self) -> Global___Occupancy: ...
+    @_builtins.property
+    def checked(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The invariants looked at: "I1", "I2", …"""
+
+    @_builtins.property
+    def notes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """What is no violation but should be known."""
+
     def __init__(
         self,
         *,
@@ -1681,11 +1699,60 @@ class VerifyLedgerResponse(_message.Message):
         user_trained: _builtins.int = ...,
         lag_trained_max: _builtins.int = ...,
         committed_step: _builtins.int = ...,
+        checkpoint_step: _builtins.int = ...,
+        max_lag: _builtins.int = ...,
+        checked: _abc.Iterable[_builtins.str] | None = ...,
+        notes: _abc.Iterable[_builtins.str] | None = ...,
+        user_evicted: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["occupancy", b"occupancy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_step", b"committed_step", "duplicates", b"duplicates", "evicted_by_reason", b"evicted_by_reason", "gaps", b"gaps", "lag_trained_max", b"lag_trained_max", "occupancy", b"occupancy", "ok", b"ok", "ordinals_entered", b"ordinals_entered", "ordinals_evicted", b"ordinals_evicted", "ordinals_open", b"ordinals_open", "ordinals_trained", b"ordinals_trained", "user_entered", b"user_entered", "user_trained", b"user_trained", "violations", b"violations"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checked", b"checked", "checkpoint_step", b"checkpoint_step", "committed_step", b"committed_step", "duplicates", b"duplicates", "evicted_by_reason", b"evicted_by_reason", "gaps", b"gaps", "lag_trained_max", b"lag_trained_max", "max_lag", b"max_lag", "notes", b"notes", "occupancy", b"occupancy", "ok", b"ok", "ordinals_entered", b"ordinals_entered", "ordinals_evicted", b"ordinals_evicted", "ordinals_open", b"ordinals_open", "ordinals_trained", b"ordinals_trained", "user_entered", b"user_entered", "user_evicted", b"user_evicted", "user_trained", b"user_trained", "violations", b"violations"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___VerifyLedgerResponse: _TypeAlias = VerifyLedgerResponse  # noqa: Y015
+
+@_typing.final
+class ReadLedgerRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UID_FIELD_NUMBER: _builtins.int
+    OPEN_ONLY_FIELD_NUMBER: _builtins.int
+    uid: _builtins.str
+    """One group, with its payload; empty = all, without."""
+    open_only: _builtins.bool
+    """Only groups that have neither been trained nor evicted."""
+    def __init__(
+        self,
+        *,
+        uid: _builtins.str = ...,
+        open_only: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["open_only", b"open_only", "uid", b"uid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadLedgerRequest: _TypeAlias = ReadLedgerRequest  # noqa: Y015
+
+@_typing.final
+class ReadLedgerResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUPS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[_ledger_pb2.LedgerGroup]: ...
+    def __init__(
+        self,
+        *,
+        groups: _abc.Iterable[_ledger_pb2.LedgerGroup] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["groups", b"groups"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReadLedgerResponse: _TypeAlias = ReadLedgerResponse  # noqa: Y015

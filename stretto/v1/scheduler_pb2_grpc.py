@@ -135,6 +135,11 @@ class SchedulerServiceStub(object):
                 request_serializer=stretto_dot_v1_dot_scheduler__pb2.VerifyLedgerRequest.SerializeToString,
                 response_deserializer=stretto_dot_v1_dot_scheduler__pb2.VerifyLedgerResponse.FromString,
                 _registered_method=True)
+        self.ReadLedger = channel.unary_stream(
+                '/stretto.v1.SchedulerService/ReadLedger',
+                request_serializer=stretto_dot_v1_dot_scheduler__pb2.ReadLedgerRequest.SerializeToString,
+                response_deserializer=stretto_dot_v1_dot_scheduler__pb2.ReadLedgerResponse.FromString,
+                _registered_method=True)
 
 
 class SchedulerServiceServicer(object):
@@ -278,7 +283,14 @@ class SchedulerServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def VerifyLedger(self, request, context):
-        """Proves I1 to I3 from the store. Idempotent.
+        """Proves I1 to I8 as far as the store shows them. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadLedger(self, request, context):
+        """Where every prompt stands or ended, dataset prompts in order first. Idempotent. NOT_FOUND for a uid that never entered.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -386,6 +398,11 @@ def add_SchedulerServiceServicer_to_server(servicer, server):
                     servicer.VerifyLedger,
                     request_deserializer=stretto_dot_v1_dot_scheduler__pb2.VerifyLedgerRequest.FromString,
                     response_serializer=stretto_dot_v1_dot_scheduler__pb2.VerifyLedgerResponse.SerializeToString,
+            ),
+            'ReadLedger': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadLedger,
+                    request_deserializer=stretto_dot_v1_dot_scheduler__pb2.ReadLedgerRequest.FromString,
+                    response_serializer=stretto_dot_v1_dot_scheduler__pb2.ReadLedgerResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -929,6 +946,33 @@ class SchedulerService(object):
             '/stretto.v1.SchedulerService/VerifyLedger',
             stretto_dot_v1_dot_scheduler__pb2.VerifyLedgerRequest.SerializeToString,
             stretto_dot_v1_dot_scheduler__pb2.VerifyLedgerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadLedger(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/stretto.v1.SchedulerService/ReadLedger',
+            stretto_dot_v1_dot_scheduler__pb2.ReadLedgerRequest.SerializeToString,
+            stretto_dot_v1_dot_scheduler__pb2.ReadLedgerResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -82,7 +82,9 @@ class SchedulerServiceStub:
     WatchEvents: _grpc.UnaryStreamMultiCallable[_scheduler_pb2.WatchEventsRequest, _scheduler_pb2.WatchEventsResponse]
     """Events from `after_id` on (empty = only new ones), then live, until the client leaves."""
     VerifyLedger: _grpc.UnaryUnaryMultiCallable[_scheduler_pb2.VerifyLedgerRequest, _scheduler_pb2.VerifyLedgerResponse]
-    """Proves I1 to I3 from the store. Idempotent."""
+    """Proves I1 to I8 as far as the store shows them. Idempotent."""
+    ReadLedger: _grpc.UnaryStreamMultiCallable[_scheduler_pb2.ReadLedgerRequest, _scheduler_pb2.ReadLedgerResponse]
+    """Where every prompt stands or ended, dataset prompts in order first. Idempotent. NOT_FOUND for a uid that never entered."""
 
 @_typing.type_check_only
 class SchedulerServiceAsyncStub(SchedulerServiceStub):
@@ -134,7 +136,9 @@ class SchedulerServiceAsyncStub(SchedulerServiceStub):
     WatchEvents: _aio.UnaryStreamMultiCallable[_scheduler_pb2.WatchEventsRequest, _scheduler_pb2.WatchEventsResponse]  # type: ignore[assignment]
     """Events from `after_id` on (empty = only new ones), then live, until the client leaves."""
     VerifyLedger: _aio.UnaryUnaryMultiCallable[_scheduler_pb2.VerifyLedgerRequest, _scheduler_pb2.VerifyLedgerResponse]  # type: ignore[assignment]
-    """Proves I1 to I3 from the store. Idempotent."""
+    """Proves I1 to I8 as far as the store shows them. Idempotent."""
+    ReadLedger: _aio.UnaryStreamMultiCallable[_scheduler_pb2.ReadLedgerRequest, _scheduler_pb2.ReadLedgerResponse]  # type: ignore[assignment]
+    """Where every prompt stands or ended, dataset prompts in order first. Idempotent. NOT_FOUND for a uid that never entered."""
 
 class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
     """Which prompt next, and may it start now. Served by one scheduler process per run; every caller dials in."""
@@ -303,6 +307,14 @@ class SchedulerServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _scheduler_pb2.VerifyLedgerRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_scheduler_pb2.VerifyLedgerResponse, _abc.Awaitable[_scheduler_pb2.VerifyLedgerResponse]]:
-        """Proves I1 to I3 from the store. Idempotent."""
+        """Proves I1 to I8 as far as the store shows them. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def ReadLedger(
+        self,
+        request: _scheduler_pb2.ReadLedgerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_scheduler_pb2.ReadLedgerResponse], _abc.AsyncIterator[_scheduler_pb2.ReadLedgerResponse]]:
+        """Where every prompt stands or ended, dataset prompts in order first. Idempotent. NOT_FOUND for a uid that never entered."""
 
 def add_SchedulerServiceServicer_to_server(servicer: SchedulerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -55,3 +55,12 @@ def test_a_folder_is_free_when_its_holder_was_killed(tmp_path: Path) -> None:
     holder.communicate()
     assert runs.holder(tmp_path) is None
     runs.Lock(tmp_path).release()
+
+
+def test_the_latest_run_is_the_one_that_began_last_live_or_not(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="no run under"):
+        runs.latest(tmp_path)
+    for name, began_s in (("a", 5.0), ("b", 9.0)):
+        (tmp_path / name).mkdir()
+        runs.write(tmp_path / name, a_file(began_s))
+    assert runs.latest(tmp_path).name == "b"
