@@ -344,7 +344,12 @@ class World:
     def _later(self, work: Any) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._forget)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (err := task.exception()) is not None:
+            self.failures.append(f"a fault could not be undone: {err!r}")
 
     # ---- processes
 
@@ -392,7 +397,7 @@ class World:
         if not is_done and (why := _blame(one, code)):
             text = f"{place.name} ended with {code}: {why}"
             self.ends[f"{place.kind} exit {code}"] += 1
-            if code != 1:
+            if code != 1 or _has_traceback(one.log):
                 self.failures.append(f"{text}; see {one.log}")
             place.start_at_s += 0.0 if self.is_calm else self._rng.uniform(0.1, 1.0)
 
@@ -405,6 +410,14 @@ def _blame(one: Incarnation, code: int) -> str:
         return ""
     names = {0: "nobody asked for it", RECIPE_CODE: "it cannot run as configured", FENCED_CODE: "fenced, and nobody had its name"}
     return f"{names.get(code, 'crashed')}: {' | '.join(_tail(one.log))}"
+
+
+def _has_traceback(log: Path) -> bool:
+    """Whether it ended by an exception that nobody caught: a crash that is told as one is a StrettoError, in one JSON line.
+
+    The learner that got other bytes than it must raises one, too.
+    """
+    return any(line.startswith("Traceback (most recent call last)") for line in log.read_text(errors="replace").splitlines())
 
 
 def _tail(log: Path, num_lines: int = 3) -> list[str]:

@@ -112,7 +112,7 @@ class Watcher:
         else:
             if self.status.committed_step > self._committed or self.status.is_done:
                 self.moved_s = time.monotonic()
-            self._committed = self.status.committed_step
+            self._committed = max(self._committed, self.status.committed_step)  # a step that is trained again is no progress
         stall_s = self.stall_s
         self.longest_stall_s = max(self.longest_stall_s, stall_s)
         if stall_s > HANG_S:
@@ -131,6 +131,7 @@ class Watcher:
 
     @property
     def committed(self) -> int:
+        """The newest step that was ever seen committed."""
         return self._committed
 
     async def ask(self, question: Callable[[], Awaitable[Any]]) -> Any:
