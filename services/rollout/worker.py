@@ -7,8 +7,8 @@
     weights     the newest version into the engine (weights.Follower)
     revivals    a dead engine: hand the leases back, build it anew
 
-While the scheduler is away, what is leased is generated and kept. A fenced session is replaced once; fenced again soon after,
-another process runs under this replica's name, and this one ends with FencedError.
+While the scheduler is away, what is leased is generated and kept. A session that the scheduler has forgotten is replaced; one that
+is fenced has lost its name to another process, and this one ends with FencedError.
 """
 
 from __future__ import annotations
@@ -45,8 +45,6 @@ REPORT_TICK_S = 0.01
 """Ends are gathered this long while others are under way: dozens per call under load, and too short to matter without."""
 REPORTS_MAX, REPORT_BYTES_MAX = 512, 8 << 20
 """Per ReportTrajectories call."""
-SESSION_PROVEN_S = 60.0
-"""A session fenced within this time of its beginning is not replaced: somebody else uses our replica_id."""
 BUSY_WINDOW_S = 10.0
 """busy_share looks back this far."""
 ENGINE_REBUILDS_MAX, ENGINE_REBUILDS_WINDOW_S = 3, 600.0
@@ -106,8 +104,7 @@ class Worker:
         self._drain_asked = asyncio.Event()
         self._is_paused = False
         self._renewing = asyncio.Lock()
-        self._session_began_s = 0.0
-        self._num_fenced = 0
+        self._incarnation = uuid.uuid4().hex
         self._poll: asyncio.Task[Any] | None = None
         self._poll_id = ""
         self._poll_held = self._told_held = WeightsId()
@@ -280,22 +277,19 @@ class Worker:
         epoch = self.link.epoch
         try:
             return await self.link.call_until_answered(method, make_request, timeout_s)
-        except (FencedError, NotFoundError) as err:
+        except NotFoundError as err:
             await self._renew_session(epoch, err)
             return None
+        except FencedError:
+            if self.link.epoch != epoch:
+                return None  # by ourselves: the call was on its way when the session was replaced
+            raise
 
-    async def _renew_session(self, epoch: int, err: FencedError | NotFoundError) -> None:
-        """Begin again under a new epoch: everything leased under the old one belongs to others now.
-
-        Raises `err` when another process has our name; a scheduler whose store was emptied has only forgotten it.
-        """
+    async def _renew_session(self, epoch: int, err: NotFoundError) -> None:
+        """The scheduler forgot us (its store was emptied, or we were away for long): begin again under a new epoch, without leases."""
         async with self._renewing:
             if self.link.epoch != epoch:
                 return  # another loop was faster
-            if isinstance(err, FencedError):
-                if self._num_fenced and time.monotonic() - self._session_began_s < SESSION_PROVEN_S:
-                    raise err
-                self._num_fenced += 1
             log.warning("session_lost", extra={"fields": {"epoch": epoch, "error": err.message}})
             self.link.epoch = 0
             self.book.give_back()
@@ -312,7 +306,7 @@ class Worker:
             if answer is None:
                 continue
             if self.link.epoch != answer.replica_epoch:
-                self.link.epoch, self._session_began_s = answer.replica_epoch, time.monotonic()
+                self.link.epoch = answer.replica_epoch
                 log.info("session_began", extra={"fields": {"epoch": answer.replica_epoch, "replica_id": self.link.replica_id}})
                 self._changed.set()
             self._abort(self.book.lose(answer.lost_uids, attempts))
@@ -339,6 +333,7 @@ class Worker:
             busy_share=busy,
             num_weight_updates=self.follower.num_updates,
             update_stall_ms=self.follower.stall_ms,
+            incarnation=self._incarnation,
             **self._session(),
         )
 

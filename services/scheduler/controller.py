@@ -305,10 +305,10 @@ class Controller:
     def _check_replica(self, replica_id: str, epoch: int) -> Replica:
         """I6. Raises FencedError for an incarnation that is not the newest, NotFoundError for one that nobody remembers."""
         replica = self.replicas.get(replica_id)
-        if replica is None:
+        if replica is None or epoch > replica.epoch:
             raise NotFoundError(f"replica {replica_id} epoch {epoch} is unknown here; begin with a heartbeat of epoch 0")
-        if replica.epoch != epoch:
-            raise FencedError(f"replica {replica_id} epoch {epoch} is not the newest ({replica.epoch}); stop it, or begin with epoch 0")
+        if epoch < replica.epoch:
+            raise FencedError(f"replica {replica_id} epoch {epoch} is older than {replica.epoch}; another process runs under its name")
         return replica
 
     async def heartbeat(self, request: spb.HeartbeatRequest) -> spb.HeartbeatResponse:
@@ -332,9 +332,9 @@ class Controller:
     async def _beat(self, request: spb.HeartbeatRequest) -> Replica:
         name, now_s = request.replica_id, self._clock()
         replica = self.replicas.get(name)
-        if replica and 0 < request.replica_epoch < replica.epoch:
-            raise FencedError(f"replica {name} epoch {request.replica_epoch} is older than {replica.epoch}; another process runs as {name}")
-        if replica is None or request.replica_epoch != replica.epoch:
+        if request.replica_epoch:
+            replica = self._check_replica(name, request.replica_epoch)
+        elif replica is None or not (request.incarnation and replica.incarnation == request.incarnation):
             return await self._join(request)
         is_new = replica.beat(request, now_s)
         if replica.is_gone and request.state != spb.REPLICA_STATE_DRAINING:  # silent for long, but the same process

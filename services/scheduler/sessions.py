@@ -48,6 +48,8 @@ class Replica:
 
     replica_id: str
     epoch: int = 0
+    incarnation: str = ""
+    """Of the process; empty when it did not say."""
     state: int = pb.REPLICA_STATE_STARTING
     held: Weights = field(default_factory=Weights)
     address: str = ""
@@ -69,6 +71,7 @@ class Replica:
         if request.generated_tokens >= self.generated_tokens > 0:
             self.tokens.add(request.generated_tokens - self.generated_tokens, now_s)
         self.state, self.held, self.address = request.state, held, request.address
+        self.incarnation = request.incarnation
         self.slots, self.running_sequences = request.slots, request.running_sequences
         self.generated_tokens, self.busy_share = request.generated_tokens, request.busy_share
         self.num_weight_updates = request.num_weight_updates
@@ -83,6 +86,7 @@ class Replica:
         """What the ledger keeps."""
         return {
             "epoch": self.epoch,
+            "incarnation": self.incarnation,
             "state": self.state,
             "held": [self.held.epoch, self.held.version],
             "address": self.address,
@@ -100,6 +104,7 @@ class Replica:
         return cls(
             replica_id,
             epoch=record["epoch"],
+            incarnation=record.get("incarnation", ""),
             state=record["state"],
             held=Weights(*record["held"]),
             address=record["address"],

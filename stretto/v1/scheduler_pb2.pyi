@@ -359,6 +359,7 @@ class HeartbeatRequest(_message.Message):
     BUSY_SHARE_FIELD_NUMBER: _builtins.int
     NUM_WEIGHT_UPDATES_FIELD_NUMBER: _builtins.int
     UPDATE_STALL_MS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     replica_id: _builtins.str
     replica_epoch: _builtins.int
     """0 in the first heartbeat of a process: the answer assigns one."""
@@ -375,6 +376,8 @@ class HeartbeatRequest(_message.Message):
     num_weight_updates: _builtins.int
     update_stall_ms: _builtins.float
     """Mean milliseconds the engine stood still for a weight update."""
+    incarnation: _builtins.str
+    """Random name of this process: a first heartbeat that is repeated begins one session, not two."""
     @_builtins.property
     def held(self) -> _types_pb2.WeightsId: ...
     @_builtins.property
@@ -396,10 +399,11 @@ class HeartbeatRequest(_message.Message):
         busy_share: _builtins.float = ...,
         num_weight_updates: _builtins.int = ...,
         update_stall_ms: _builtins.float = ...,
+        incarnation: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["held", b"held"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "busy_share", b"busy_share", "generated_tokens", b"generated_tokens", "held", b"held", "lease_uids", b"lease_uids", "num_weight_updates", b"num_weight_updates", "replica_epoch", b"replica_epoch", "replica_id", b"replica_id", "running_sequences", b"running_sequences", "slots", b"slots", "state", b"state", "update_stall_ms", b"update_stall_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "busy_share", b"busy_share", "generated_tokens", b"generated_tokens", "held", b"held", "incarnation", b"incarnation", "lease_uids", b"lease_uids", "num_weight_updates", b"num_weight_updates", "replica_epoch", b"replica_epoch", "replica_id", b"replica_id", "running_sequences", b"running_sequences", "slots", b"slots", "state", b"state", "update_stall_ms", b"update_stall_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

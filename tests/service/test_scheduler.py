@@ -321,12 +321,30 @@ async def test_a_replica_that_is_gone_for_ten_leases_is_forgotten_and_may_come_b
         assert list((await world.status()).replicas) == []
         await world.restart()
         assert list((await world.status()).replicas) == []
-        with pytest.raises(NotFoundError, match="r-1 epoch 1 is unknown here"):
-            await replica.poll()
+        for call in (replica.poll, replica.beat):
+            with pytest.raises(NotFoundError, match="r-1 epoch 1 is unknown here"):
+                await call()
+        replica.epoch = 0
         await replica.beat()
         assert [r.replica_id for r in (await world.status()).replicas] == [replica.name]
         assert replica.epoch == 2  # I6: whoever still runs under the first one is fenced
         await world.verify()
+
+
+async def test_i6_a_first_heartbeat_that_is_repeated_begins_one_session_and_another_process_takes_the_name_over(valkey: Valkey) -> None:
+    async with ring(valkey.url, recipe_of()) as (world, _, _):
+
+        async def beat(epoch: int, incarnation: str) -> int:
+            request = spb.HeartbeatRequest(replica_id="r-2", replica_epoch=epoch, incarnation=incarnation)
+            return (await world.call("Heartbeat", request)).replica_epoch
+
+        assert [await beat(0, "one"), await beat(0, "one")] == [1, 1]
+        await world.restart()
+        assert await beat(0, "one") == 1
+        assert await beat(0, "two") == 2
+        assert await beat(2, "two") == 2
+        with pytest.raises(FencedError, match="r-2 epoch 1 is older than 2; another process runs under its name"):
+            await beat(1, "one")
 
 
 async def test_c16_a_trajectory_that_never_answers_ends_at_its_deadline_with_one_refill(valkey: Valkey) -> None:
