@@ -105,7 +105,7 @@ def grant(
     if run.pause_reason:
         return Refused(f"paused: {run.pause_reason}")
     if held.epoch != run.trainer_epoch or not run.trainer_epoch:
-        return Refused(f"waiting for weights v{run.committed}: this replica holds {_name(held, run.trainer_epoch)}")
+        return Refused(f"waiting for weights v{run.committed}: this replica holds {name_of(held, run.trainer_epoch)}")
     pending = [e for e in view.entries.values() if e.state is State.PENDING]
     exam = sorted((e for e in pending if e.kind is Kind.VALIDATION and held.version >= evaluation_version), key=lambda e: e.seq)
     train = [e for e in pending if e.kind is not Kind.VALIDATION] if run.committed < run.total_steps else []
@@ -135,7 +135,7 @@ def _age(entry: Entry) -> tuple[int, int]:
     return entry.version_begin, entry.seq
 
 
-def _name(held: Weights, trainer_epoch: int) -> str:
+def name_of(held: Weights, trainer_epoch: int) -> str:
     if not held.epoch:
         return "none"
     return f"v{held.version}" if held.epoch == trainer_epoch else f"v{held.version} of an earlier trainer"

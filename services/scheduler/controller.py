@@ -35,7 +35,7 @@ from services.scheduler.changes import Changes
 from services.scheduler.evaluations import Evaluations, Exam
 from services.scheduler.groups import Entry, State, View, Weights
 from services.scheduler.ledger import SNAPSHOT_FORMAT, LeaseGrant, Ledger, Opened, Reported, TrajectoryEnd, grants_of, opened_of
-from services.scheduler.sessions import RATE_S, Rate, Replica, sessions_of
+from services.scheduler.sessions import Rate, Replica, sessions_of
 from stretto.errors import CorruptError, FencedError, InvalidArgumentError, NotFoundError, RefusedError, StaleError, StrettoError
 from stretto.recipe import Recipe
 from stretto.store import ChangedError
@@ -738,12 +738,20 @@ class Controller:
     # ---------------------------------------------------------------------------------------------------- looking
 
     async def explain(self) -> list[str]:
+        """Why nothing is moving, most important first."""
+        return explain.explain(*await self._facts())
+
+    async def is_moving(self) -> bool:
+        return explain.is_moving(*await self._facts())
+
+    async def _facts(self) -> tuple[View, explain.Facts]:
         view, now_s, outage = await self.ledger.look(), self._clock(), self.ledger.outage
         waiting = self._waiting
         num_open, num_all = self.evaluations.open_prompts(view)
         exam = self.evaluations.running
         facts = explain.Facts(
             batch_groups=self._rules.batch_groups,
+            max_lag=self._rules.max_lag,
             lease_s=self._rules.lease_s,
             group_deadline_s=self._rules.group_deadline_s,
             now_s=now_s,
@@ -751,16 +759,11 @@ class Controller:
             trainer_silent_s=None if self._trainer_heard_s is None else now_s - self._trainer_heard_s,
             sample_reason=waiting.reason if waiting and waiting.step == view.run.committed + 1 else "",
             blockers=waiting.blockers if waiting else (),
-            replicas=[
-                explain.ReplicaFacts(r.replica_id, now_s - r.heard_s, r.is_gone, r.held.epoch != view.run.trainer_epoch)
-                for r in self.replicas.values()
-            ],
+            replicas=[explain.ReplicaFacts(r.replica_id, now_s - r.heard_s, r.is_gone, r.held) for r in self.replicas.values()],
             evaluation=f"evaluation {exam['id']} of v{exam['version']}: {num_open} of {num_all} prompts open" if exam else "",
+            quiet_s=now_s - self._moved_s,
         )
-        return explain.explain(view, facts)
-
-    def is_moving(self) -> bool:
-        return self._clock() - self._moved_s < RATE_S
+        return view, facts
 
     async def status(self) -> spb.GetStatusResponse:
         view, now_s = await self.ledger.look(), self._clock()

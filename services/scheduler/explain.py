@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from services.scheduler.groups import Entry, Kind, State, View
+from services.scheduler import admission
+from services.scheduler.groups import Entry, Kind, State, View, Weights
 
+MOVING_S = 10.0
+"""A run in which nothing was reported or committed for so long stands still."""
 Phase = Literal["STARTING", "RUNNING", "PAUSED", "FINISHING", "DONE"]
 
 
@@ -28,7 +31,7 @@ class ReplicaFacts:
     silent_s: float
     """Since its newest heartbeat."""
     is_gone: bool
-    waits_for_weights: bool
+    held: Weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,7 @@ class Facts:
     """What the explanation may use besides the ledger."""
 
     batch_groups: int
+    max_lag: int
     lease_s: float
     group_deadline_s: float
     now_s: float
@@ -50,6 +54,22 @@ class Facts:
     replicas: Sequence[ReplicaFacts]
     evaluation: str
     """"evaluation s40: 17 of 256 prompts open", or empty."""
+    quiet_s: float
+    """Since a trajectory was last reported or a step committed."""
+
+
+def is_moving(view: View, facts: Facts) -> bool:
+    """Whether something is on its way to the next step. A paused run moves while the work given out before goes on."""
+    run = view.run
+    if facts.store_outage or run.committed >= run.total_steps > 0:
+        return False
+    if run.pause_reason and not _underway(view):
+        return False
+    return facts.quiet_s < MOVING_S
+
+
+def _underway(view: View) -> int:
+    return sum(e.state in (State.RUNNING, State.CONSUMED) for e in view.entries.values())
 
 
 def explain(view: View, facts: Facts) -> list[str]:
@@ -59,7 +79,8 @@ def explain(view: View, facts: Facts) -> list[str]:
     if facts.store_outage:
         reasons.append(f"{facts.store_outage}: nothing can move until then")
     if run.pause_reason:
-        reasons.append(f"paused: {run.pause_reason}; no lease is granted until resume")
+        left = f"; {count} groups given out before go on" if (count := _underway(view)) else ""
+        reasons.append(f"paused: {run.pause_reason}; no lease is granted until resume{left}")
     reasons += _trainer(view, facts)
     if facts.sample_reason:
         reasons.append("; ".join([facts.sample_reason, *_blockers(view, facts)]))
@@ -67,11 +88,26 @@ def explain(view: View, facts: Facts) -> list[str]:
     reasons += _replicas(view, facts)
     if facts.evaluation:
         reasons.append(facts.evaluation)
+    return reasons + _window(view, facts)
+
+
+def _window(view: View, facts: Facts) -> list[str]:
+    """Why no prompt enters."""
+    run = view.run
     if view.occupied > run.window:
-        reasons.append(f"window overfull: {view.occupied}/{run.window}; nothing enters until {view.occupied - run.window} are trained")
-    elif run.trainer_epoch and view.occupied == run.window:
-        reasons.append(f"window full: {view.occupied}/{run.window}")
-    return reasons
+        return [f"window overfull: {view.occupied}/{run.window}; nothing enters until {view.occupied - run.window} are trained"]
+    if not run.trainer_epoch or run.committed >= run.total_steps:
+        return []
+    needed = admission.effective_window(run.window, run.total_steps, run.committed, facts.batch_groups)
+    if view.occupied >= needed and needed < run.window:
+        left = run.total_steps - run.committed
+        return [f"nothing more enters: the last {left} steps need only the {view.occupied} prompts that are open"]
+    if view.occupied < run.window:
+        return []
+    full = f"window full: {view.occupied}/{run.window}"
+    if facts.sample_reason or any(e.state in (State.FINISHED, State.CONSUMED) for e in view.training()):
+        return [full]
+    return ["; ".join([f"{full} and none is finished", *_whereabouts([*view.training()], facts)])]
 
 
 def _trainer(view: View, facts: Facts) -> list[str]:
@@ -86,25 +122,39 @@ def _trainer(view: View, facts: Facts) -> list[str]:
         return [f"trainer {run.trainer_epoch} at {run.trainer_address} has not been heard since the scheduler started"]
     if batch := view.batch(run.committed + 1):
         return [f"the trainer has had the {len(batch)} groups of step {run.committed + 1} for {facts.trainer_silent_s:.0f} s"]
+    if not facts.sample_reason and facts.trainer_silent_s > facts.lease_s:
+        return [f"trainer {run.trainer_epoch} at {run.trainer_address} has asked for nothing for {facts.trainer_silent_s:.0f} s"]
     return []
 
 
 def _blockers(view: View, facts: Facts) -> list[str]:
-    """Where the groups are that the next step waits for."""
-    entries = [view.entries[uid] for uid in facts.blockers if uid in view.entries]
-    entries = entries or [e for e in view.training() if e.state in (State.RUNNING, State.PENDING)]
+    """Where the groups are that the next step waits for: those named, then what has not begun."""
+    named = [view.entries[uid] for uid in facts.blockers if uid in view.entries]
+    lacking = facts.batch_groups - sum(e.state is State.FINISHED for e in view.training())
+    rest = [e for e in view.training() if e.state in (State.PENDING, State.RUNNING) and e not in named]
+    entries = named + sorted(rest, key=lambda e: (not e.is_begun, e.seq))[: max(0, lacking - len(named))]
+    unborn = max(0, lacking - len(entries))
+    return [*_whereabouts(entries, facts), *([f"{unborn} have not entered the window"] if unborn else [])]
+
+
+def _whereabouts(entries: Sequence[Entry], facts: Facts) -> list[str]:
+    """Who holds them, and when that ends."""
     lines: list[str] = []
     silent = {r.replica_id: r.silent_s for r in facts.replicas}
     for replica in sorted({e.replica for e in entries if e.state is State.RUNNING}):
         held = [e for e in entries if e.state is State.RUNNING and e.replica == replica]
         heard_s = silent.get(replica, facts.lease_s)
         lines.append(
-            f"{len(held)} on replica {replica} (oldest {_name(held[0])}), last heard {heard_s:.0f} s ago; "
+            f"{_are(len(held))} on replica {replica} (oldest {_name(held[0])}), last heard {heard_s:.0f} s ago; "
             f"lease ends in {max(0.0, facts.lease_s - heard_s):.0f} s, group deadline in {_deadline_s(held, facts):.0f} s"
         )
     if idle := [e for e in entries if e.state is State.PENDING]:
         lines.append(f"{len(idle)} wait for a replica (oldest {_name(idle[0])})")
     return lines
+
+
+def _are(count: int) -> str:
+    return f"{count} is" if count == 1 else f"{count} are"
 
 
 def _failures(view: View) -> list[str]:
@@ -132,5 +182,25 @@ def _replicas(view: View, facts: Facts) -> list[str]:
     if not here:
         gone = f"; gone: {', '.join(r.replica_id for r in facts.replicas)}" if facts.replicas else ""
         return [f"no replica is there{gone}"]
-    waiting = [r.replica_id for r in here if r.waits_for_weights]
-    return [f"waiting for weights v{view.run.committed}: {', '.join(waiting)}"] if waiting else []
+    waiting: dict[str, list[str]] = {}
+    for replica in here:
+        if _waits_for_weights(view, facts, replica.replica_id, replica.held):
+            waiting.setdefault(admission.name_of(replica.held, view.run.trainer_epoch), []).append(replica.replica_id)
+    lines: list[str] = []
+    for held, names in waiting.items():
+        who, has = (f"replica {names[0]} is", "holds") if len(names) == 1 else (f"replicas {', '.join(names)} are", "hold")
+        lines.append(f"{who} waiting for weights v{view.run.committed}, {has} {held}")
+    return lines
+
+
+def _waits_for_weights(view: View, facts: Facts, replica: str, held: Weights) -> bool:
+    """It has none of this trainer's, or those it has are too old for every prompt that waits."""
+    if not view.run.trainer_epoch:
+        return False
+    if held.epoch != view.run.trainer_epoch:
+        return True
+    if held.version >= view.run.committed or view.run.pause_reason or view.leases_of(replica):
+        return False
+    waits = any(e.state is State.PENDING for e in view.training())
+    found = admission.grant(view, held, wanted=1, batch_groups=facts.batch_groups, max_lag=facts.max_lag)
+    return waits and isinstance(found, admission.Refused)

@@ -167,7 +167,7 @@ class SchedulerServicer(SchedulerServiceServicer):
 
     @_timed
     async def ExplainWait(self, request: spb.ExplainWaitRequest, context: Any) -> spb.ExplainWaitResponse:  # noqa: N802
-        return spb.ExplainWaitResponse(reasons=await self._controller.explain(), is_moving=self._controller.is_moving())
+        return spb.ExplainWaitResponse(reasons=await self._controller.explain(), is_moving=await self._controller.is_moving())
 
     async def WatchEvents(self, request: spb.WatchEventsRequest, context: Any) -> AsyncIterator[spb.WatchEventsResponse]:  # noqa: N802
         if request.after_id and not _EVENT_ID.fullmatch(request.after_id):

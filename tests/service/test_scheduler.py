@@ -234,7 +234,7 @@ async def test_c6_replicas_with_other_weights_wait_and_say_for_what(valkey: Valk
         replica.held = pb.WeightsId()
         assert (await replica.poll()).wait_reason == "waiting for weights v37: this replica holds none"
         await replica.beat()
-        assert "waiting for weights v37: r-1" in (await world.call("ExplainWait", spb.ExplainWaitRequest())).reasons
+        assert "replica r-1 is waiting for weights v37, holds none" in (await world.call("ExplainWait", spb.ExplainWaitRequest())).reasons
         await replica.hold(trainer.epoch, 37)
         assert len((await replica.poll()).leases) == 12
 
@@ -249,7 +249,7 @@ async def test_a_straggler_under_policy_wait_holds_the_batch_and_is_named(valkey
         await replica.finish(*[uid for uid in replica.leases if uid != "d0"])
         groups, reason = await trainer.sample(2)
         assert groups == []
-        assert reason.startswith("step 2 waits for 1 groups that would exceed max_lag = 1; 1 on replica r-1 (oldest d0")
+        assert reason.startswith("step 2 waits for 1 groups that would exceed max_lag = 1; 1 is on replica r-1 (oldest d0")
         await replica.finish("d0")
         assert (await train(trainer, 2))[0] == "d0"
 
