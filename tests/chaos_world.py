@@ -38,6 +38,8 @@ LEASE_S = 3.0
 REPLICAS = 2
 STOP_S = 30.0
 """From SIGTERM to the end, on a machine that is busy with others."""
+JUDGE_EVERY = 40
+"""Steps between two validations, with the engine "known"."""
 ZOMBIE_S = 60.0
 """From the SIGCONT of a zombie to its end."""
 STEPS = 1_000_000
@@ -75,9 +77,14 @@ KNOWN = """
 path = "{folder}/model"
 [data]
 train = "{folder}/train.jsonl"
+validation = "{folder}/train.jsonl"
 [sampling]
 group_size = 4
 max_new_tokens = 64
+[validation]
+every_steps = {judge_every}
+max_prompts = 10
+deadline_s = 60
 [reward]
 function = "tests.chaos_known:known_reward"
 """
@@ -165,7 +172,7 @@ class World:
         """Everything is started; it takes seconds until the first step."""
         self.folder.mkdir(parents=True, exist_ok=True)
         body = KNOWN if self.engine == "known" else TORCH
-        (self.folder / "recipe.toml").write_text((RECIPE + body).format(folder=self.folder, lease_s=LEASE_S))
+        (self.folder / "recipe.toml").write_text((RECIPE + body).format(folder=self.folder, lease_s=LEASE_S, judge_every=JUDGE_EVERY))
         if self.engine == "known":
             _write_known(self.folder)
         await self._start_server()

@@ -195,11 +195,19 @@ class Ledger:
 
     async def check_epoch(self) -> None:
         """I6. Raises FencedError when a newer scheduler has claimed the run: looked for also while nothing else is written."""
-        (newest,) = await self._store.read(("GET", self.key("epoch:scheduler")))
+        await self._read_as_leader()
+
+    async def _read_as_leader(self, *commands: Sequence[str | int | bytes]) -> list[Any]:
+        """The answers of reads, taken at one moment at which this is the run's scheduler. Raises as `check_epoch`.
+
+        The mirror may be of a store that is gone: what is read beside it must be of the same one.
+        """
+        *found, newest = await self._store.read(*commands, ("GET", self.key("epoch:scheduler")))
         if newest is None:
             raise StoreLostError("the store was emptied under the running scheduler: starting over from the newest checkpoint")
         if int(newest) != self.epoch:
-            raise FencedError(f"scheduler epoch {self.epoch} is not {int(newest or 0)}; another scheduler took over; stop this one")
+            raise FencedError(f"scheduler epoch {self.epoch} is not {int(newest)}; another scheduler took over; stop this one")
+        return found
 
     async def _transition(
         self,
@@ -423,10 +431,10 @@ class Ledger:
     async def dump(self, run: str, step: int) -> LedgerSnapshot:
         """The ledger at rest: nothing is leased or consumed, and what a checkpoint of `step` contains is left out.
 
-        The caller holds its turn, so the two rounds see the same state.
+        The caller holds its turn, so the rounds see the same state: unless the store was emptied, of which nothing must remain.
         """
         names = ("meta", "groups", "prompts", "steps", "evicted", "results")
-        *hashes, queue = await self._store.read(*(("HGETALL", self.key(n)) for n in names), ("LRANGE", self.key("queue"), 0, -1))
+        *hashes, queue = await self._read_as_leader(*(("HGETALL", self.key(n)) for n in names), ("LRANGE", self.key("queue"), 0, -1))
         found = {name: _pairs(flat) for name, flat in zip(names, hashes, strict=True)}
         records = {uid: json.loads(text) for uid, text in found["groups"].items()}
         records = {uid: _at_rest(rec) for uid, rec in records.items() if rec["k"] != Kind.VALIDATION}
@@ -435,6 +443,7 @@ class Ledger:
         found["prompts"] = {uid: payload for uid, payload in found["prompts"].items() if uid in kept}
         for uid, trajectories in zip(records, await self.trajectories(list(records)), strict=True):
             found[f"traj:{uid}"] = trajectories
+        await self.check_epoch()
         snapshot = LedgerSnapshot(format_version=SNAPSHOT_FORMAT, run=run, step=step, queue=queue)
         for name, fields_ in found.items():
             if fields_:
@@ -539,7 +548,7 @@ class Ledger:
             ("HMGET", self.key("prompts"), *(e.uid for e in entries)),
             *(("HGETALL", key) for key in self.traj(e.uid for e in entries)),
         ]
-        prompts, *answers = await self._store.read(*commands)
+        prompts, *answers = await self._read_as_leader(*commands)
         groups: list[pb.Group] = []
         for entry, payload, answer in zip(entries, prompts, answers, strict=True):
             group = pb.Group(version_begin=entry.version_begin, attempts=entry.attempt)

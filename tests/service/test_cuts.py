@@ -11,7 +11,7 @@ import redis.asyncio
 
 from services.scheduler.ledger import RESTORED_ATTEMPTS
 from stretto.embedded import EmbeddedServer as Valkey
-from stretto.errors import FencedError, NotFoundError, RefusedError, StaleError
+from stretto.errors import FencedError, NotFoundError, RefusedError, StaleError, UnavailableError
 from stretto.store import StoreLostError
 from stretto.v1 import scheduler_pb2 as spb
 from stretto.v1.ledger_pb2 import LedgerSnapshot
@@ -115,6 +115,18 @@ async def test_a_lost_store_is_rebuilt_from_the_cut_and_costs_only_what_was_in_f
     opened = await trainer.open(2, cut_id=CUT, epoch_floor=7)
     assert (opened.snapshot_needed, opened.trainer_epoch) == ("", 8), "above every epoch that the relay has seen"
     await goes_on(held, trainer, Replica(world))
+
+
+async def test_of_a_store_that_was_emptied_a_moment_ago_neither_a_snapshot_nor_a_batch_is_given_out(valkey: Valkey, held: Held) -> None:
+    """The scheduler has not noticed, and its mirror still knows everything: an empty cut would begin the run anew."""
+    world, trainer = held.world, held.trainer
+    world.work.cancel()
+    assert (await trainer.sample(3, wait_s=5))[0]
+    await wipe(valkey.url)
+    with pytest.raises(UnavailableError, match="the store was emptied"):
+        await trainer.snapshot(2)
+    with pytest.raises(UnavailableError, match="the store was emptied"):
+        await trainer.sample(3)
 
 
 async def test_an_older_cut_takes_the_place_of_what_came_after_it(held: Held) -> None:

@@ -26,7 +26,7 @@ import numpy as np
 from stretto.client import AsyncClient, LedgerReport, Status
 from stretto.errors import DeadlineError, StrettoError, UnavailableError
 from tests.chaos_plan import MESSAGE_KINDS, PROCESS_FAULTS, faults
-from tests.chaos_world import LEASE_S, Engine, World, resident_mb
+from tests.chaos_world import JUDGE_EVERY, LEASE_S, Engine, World, resident_mb
 from tests.waits import eventually
 
 HANG_S = 60.0
@@ -75,6 +75,8 @@ class Findings:
     steps: int = 0
     prompts_trained: int = 0
     evicted: dict[str, int] = field(default_factory=dict[str, int])
+    evaluations: dict[str, int] = field(default_factory=dict[str, int])
+    """outcome -> number."""
     verified: int = 0
     """Times that the ledger was verified."""
     unasked_ends: dict[str, int] = field(default_factory=dict[str, int])
@@ -316,6 +318,7 @@ class Chaos:
         self._check_lines(steps)
         if found.engine == "known":
             self._check_seen(steps, report)
+            self._check_evaluations(steps)
 
     def _check(self, is_so: bool, what: str) -> None:
         if not is_so:
@@ -326,6 +329,15 @@ class Chaos:
         lines = [r for r in _records(self._world.folder / "metrics.jsonl") if r["kind"] == "train"]
         self._check([r["step"] for r in lines] == list(range(1, steps + 1)), f"metrics.jsonl does not hold steps 1 to {steps} once each")
         self._found.max_lag_trained = max(self._found.max_lag_trained, *(int(r["metrics"]["lag_max"]) for r in lines))
+
+    def _check_evaluations(self, steps: int) -> None:
+        """C3: every one that was due has one line, whoever was killed while it ran."""
+        lines = [r for r in _records(self._world.folder / "metrics.jsonl") if r["kind"] == "validation"]
+        judged = Counter(r["step"] for r in lines)
+        due = {0, *range(JUDGE_EVERY, steps, JUDGE_EVERY), steps}
+        self._check(due <= set(judged), f"evaluations without a line: of steps {sorted(due - set(judged))}")
+        self._check(max(judged.values()) == 1, f"evaluations with two lines: {[step for step, n in judged.items() if n > 1]}")
+        self._found.evaluations = dict(Counter(r["outcome"] for r in lines))
 
     def _check_seen(self, steps: int, report: LedgerReport) -> None:
         """What the trainer itself remembers, beside what the ledger says."""
