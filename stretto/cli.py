@@ -127,10 +127,15 @@ def validate(recipe: RecipePath, overrides: Overrides = None) -> None:
 
 
 @app.command()
-def status(address: Address = "", run: RunFolder = None, as_json: AsJson = False) -> None:
+def status(
+    address: Address = "",
+    run: RunFolder = None,
+    as_json: AsJson = False,
+    begun_since: Annotated[int | None, typer.Option(min=0, help="Count only groups begun by this version or a newer one.")] = None,
+) -> None:
     """Where the run is."""
     with _client(address, run) as client:
-        state = client.status()
+        state = client.status(begun_since)
     if as_json:
         _print_json(asdict(state))
         return

@@ -167,8 +167,8 @@ def _evaluation(evaluation_id: str, wait_s: float) -> _Call[Evaluation | None]:
     return _Call("GetEvaluation", request, lambda m: results.evaluation(m.evaluation) if m.done else None, CALL_S + wait_s)
 
 
-def _status() -> _Call[Status]:
-    return _Call("GetStatus", scheduler_pb2.GetStatusRequest(), results.status)
+def _status(begun_since: int | None) -> _Call[Status]:
+    return _Call("GetStatus", scheduler_pb2.GetStatusRequest(begun_since=begun_since), results.status)
 
 
 def _why() -> _Call[Explanation]:
@@ -288,9 +288,9 @@ class Client:
         """
         return self._do(_submit(prompts, operation_id))
 
-    def status(self) -> Status:
-        """The state of the run."""
-        return self._do(_status())
+    def status(self, begun_since: int | None = None) -> Status:
+        """The state of the run; `begun_since` = its occupancy counts only groups begun by that version or a newer one."""
+        return self._do(_status(begun_since))
 
     def why(self) -> Explanation:
         """What the run waits for, by name."""
@@ -443,9 +443,9 @@ class AsyncClient:
         """As Client.submit."""
         return await self._do(_submit(prompts, operation_id))
 
-    async def status(self) -> Status:
+    async def status(self, begun_since: int | None = None) -> Status:
         """As Client.status."""
-        return await self._do(_status())
+        return await self._do(_status(begun_since))
 
     async def why(self) -> Explanation:
         """As Client.why."""

@@ -106,6 +106,7 @@ def check(recipe: Recipe, machine: Machine, redis_program: str | None = None, *,
         ports,
         lambda r: cores(r, machine),
         lambda r: devices(r, machine),
+        sampling,
         lambda r: memory(r, machine),
         lambda r: redis(r, redis_program),
     ]
@@ -298,6 +299,18 @@ def devices(recipe: Recipe, machine: Machine) -> Iterator[Problem]:
         elif int(index or 0) >= machine.devices[kind]:
             have = machine.devices[kind]
             yield Problem(f"{section}.device", repr(device), f"this machine has {have} {kind} devices", "use another device, or auto")
+        elif section == "rollout" and recipe.rollout.replicas > machine.devices[kind]:
+            sums = f"rollout.replicas {recipe.rollout.replicas} share {machine.devices[kind]} {kind} devices"
+            advice = "lower replicas, or give each machine's replicas their own devices"
+            yield Problem(f"{section}.device", repr(device), sums, advice, is_warning=True)
+
+
+def sampling(recipe: Recipe) -> Iterator[Problem]:
+    """The loss takes the log-probs for those of the whole distribution."""
+    for key, value, off in (("top_p", recipe.sampling.top_p, 1.0), ("top_k", recipe.sampling.top_k, 0)):
+        if value != off:
+            rule = "training on a cut distribution biases the policy gradient: what was cut off is never unlearned"
+            yield Problem(f"sampling.{key}", f"{value:g}", rule, f"use {off:g} (validation has its own)", is_warning=True)
 
 
 def memory(recipe: Recipe, machine: Machine) -> Iterator[Problem]:

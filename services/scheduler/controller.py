@@ -33,7 +33,7 @@ from google.protobuf.message import DecodeError
 from services.scheduler import admission, explain, lines, metrics, recovery, sampling
 from services.scheduler.changes import Changes
 from services.scheduler.evaluations import Evaluations, Exam
-from services.scheduler.groups import Entry, State, View, Weights
+from services.scheduler.groups import OPEN_STATES, Entry, State, View, Weights
 from services.scheduler.ledger import SNAPSHOT_FORMAT, LeaseGrant, Ledger, Opened, Reported, TrajectoryEnd, grants_of, opened_of
 from services.scheduler.sessions import Rate, Replica, sessions_of
 from stretto.errors import CorruptError, FencedError, InvalidArgumentError, NotFoundError, RefusedError, StaleError, StrettoError
@@ -765,7 +765,8 @@ class Controller:
         )
         return view, facts
 
-    async def status(self) -> spb.GetStatusResponse:
+    async def status(self, begun_since: int | None = None) -> spb.GetStatusResponse:
+        """`begun_since` = count only groups begun by that version or a newer one."""
         view, now_s = await self.ledger.look(), self._clock()
         run = view.run
         leases: dict[str, int] = {}
@@ -778,7 +779,7 @@ class Controller:
             total_steps=run.total_steps,
             committed_step=run.committed,
             checkpoint_step=run.checkpoint,
-            occupancy=occupancy_of(view),
+            occupancy=occupancy_of(view, begun_since),
             max_lag=self._rules.max_lag,
             batch_groups=self._rules.batch_groups,
             lag_trained_max=run.lag_trained_max,
@@ -821,7 +822,8 @@ def _is_empty(view: View) -> bool:
     return view.run.cursor == 0 and view.run.committed == 0 and not view.entries
 
 
-def occupancy_of(view: View) -> spb.Occupancy:
-    """The store's own counters, for people."""
-    counts = {state.value: max(0, view.occupancy.get(state, 0)) for state in State}
-    return spb.Occupancy(window=view.run.window, occupied=view.occupied, **counts)
+def occupancy_of(view: View, begun_since: int | None = None) -> spb.Occupancy:
+    """The store's own counters, for people; with `begun_since` counted anew."""
+    found = view.counts(begun_since)
+    counts = {state.value: max(0, found.get(state, 0)) for state in State}
+    return spb.Occupancy(window=view.run.window, occupied=sum(counts[state] for state in OPEN_STATES), **counts)

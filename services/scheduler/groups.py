@@ -141,6 +141,15 @@ class View:
     def occupied(self) -> int:
         return sum(self.occupancy.get(state, 0) for state in OPEN_STATES)
 
+    def counts(self, begun_since: int | None = None) -> Mapping[str, int]:
+        """Groups by state; with `begun_since` only those begun by that version or a newer one, which leaves trained ones out."""
+        if begun_since is None:
+            return self.occupancy
+        found = {state.value: 0 for state in State}
+        for entry in self.training():
+            found[entry.state] += entry.is_begun and entry.version_begin >= begun_since
+        return found
+
     def training(self) -> Iterator[Entry]:
         return (e for e in self.entries.values() if e.kind is not Kind.VALIDATION)
 

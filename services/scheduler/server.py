@@ -163,7 +163,7 @@ class SchedulerServicer(SchedulerServiceServicer):
 
     @_timed
     async def GetStatus(self, request: spb.GetStatusRequest, context: Any) -> spb.GetStatusResponse:  # noqa: N802
-        return await self._controller.status()
+        return await self._controller.status(request.begun_since if request.HasField("begun_since") else None)
 
     @_timed
     async def ExplainWait(self, request: spb.ExplainWaitRequest, context: Any) -> spb.ExplainWaitResponse:  # noqa: N802

@@ -1347,14 +1347,21 @@ Global___TrainerStatus: _TypeAlias = TrainerStatus  # noqa: Y015
 class GetStatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    BEGUN_SINCE_FIELD_NUMBER: _builtins.int
+    begun_since: _builtins.int
+    """Count only groups begun by this version or a newer one in `occupancy` (its window stays). Unset = all."""
     def __init__(
         self,
+        *,
+        begun_since: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_begun_since", b"_begun_since", "begun_since", b"begun_since"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_begun_since", b"_begun_since", "begun_since", b"begun_since"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__begun_since: _TypeAlias = _typing.Literal["begun_since"]  # noqa: Y015
+    _WhichOneofArgType__begun_since: _TypeAlias = _typing.Literal["_begun_since", b"_begun_since"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__begun_since) -> _WhichOneofReturnType__begun_since | None: ...
 
 Global___GetStatusRequest: _TypeAlias = GetStatusRequest  # noqa: Y015
 

@@ -42,7 +42,7 @@ async def test_in_flight_answers_go_on_and_keep_the_version_and_logprob_of_every
         assert logprobs == [fake_logprob(0 if i < 5 else 1, i) for i in range(16)]
 
 
-async def test_aborted_answers_go_on_after_their_old_tokens_with_partial_rollout_on() -> None:
+async def test_c11_aborted_answers_go_on_after_their_old_tokens_with_partial_rollout_on() -> None:
     async with replica(policy="abort", keep_partials=True) as w:
         await _running_at(w, 5, lease("d0"))
         w.source.publish(1, 1)
@@ -53,7 +53,7 @@ async def test_aborted_answers_go_on_after_their_old_tokens_with_partial_rollout
         assert _spans(w, "d0") == [(0, 5), (1, 11)]
 
 
-async def test_aborted_answers_begin_anew_with_partial_rollout_off() -> None:
+async def test_c11_aborted_answers_begin_anew_with_partial_rollout_off() -> None:
     """C11: no token of the old version is left."""
     async with replica(policy="abort", keep_partials=False) as w:
         await _running_at(w, 5, lease("d0"))

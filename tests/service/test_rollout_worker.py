@@ -65,7 +65,7 @@ async def test_no_more_is_leased_than_slots_and_prefetch_take() -> None:
         await eventually(lambda: all(w.scheduler.finished(f"d{k}") for k in range(20)))
 
 
-async def test_a_failing_generation_and_a_failing_reward_fail_one_session_each() -> None:
+async def test_c15_a_failing_generation_and_a_failing_reward_fail_one_session_each() -> None:
     """C15."""
     async with replica() as w:
         w.engine.fail.add("d0/1")
@@ -78,7 +78,7 @@ async def test_a_failing_generation_and_a_failing_reward_fail_one_session_each()
         assert w.scheduler.reported["d0", 2].token_ids == b""
 
 
-async def test_a_lost_lease_stops_the_work_on_it() -> None:
+async def test_c15_a_lost_lease_stops_the_work_on_it() -> None:
     """C15: stale work is cancelled, not finished and thrown away."""
     async with replica() as w:
         w.engine.hold(2)
@@ -91,7 +91,7 @@ async def test_a_lost_lease_stops_the_work_on_it() -> None:
         assert not any(uid == "d0" for uid, _ in w.scheduler.reported)
 
 
-async def test_a_lost_trajectory_does_not_wait_for_its_reward() -> None:
+async def test_c14_a_lost_trajectory_does_not_wait_for_its_reward() -> None:
     """C14."""
     async with replica() as w:
         w.pool.stuck.add("10 11 12 2")  # session 0 of each group

@@ -6,6 +6,7 @@ import asyncio
 import logging
 
 import pytest
+from prometheus_client import REGISTRY
 
 from services.scheduler.controller import FORGET_LEASES
 from services.scheduler.recovery import Expiry
@@ -184,7 +185,28 @@ async def test_c2_thirteen_restored_into_a_window_of_twelve_are_kept_with_one_wa
     assert (status.occupancy.occupied, status.occupancy.window, status.cursor) == (13, 12, 13)
     assert [r.message for r in caplog.records].count("window_overfull") == 1
     assert "window overfull: 13/12; nothing enters until 1 are trained" in await world.controller.explain()
+    gauges = [REGISTRY.get_sample_value(f"stretto_scheduler_{name}_groups") for name in ("occupied", "window")]
+    assert gauges == [13, 12]
+    assert world.pushes == []
+    assert len((await world.controller.ledger.view()).entries) == 13
+    await world.verify()
     await world.stop()
+
+
+async def test_s4_counts_can_be_filtered_by_the_version_that_began_the_groups(valkey: Valkey) -> None:
+    async with ring(valkey.url, recipe_of()) as (world, trainer, replica):
+        await replica.poll(6)
+        await replica.finish(*(f"d{n}" for n in range(4)))
+        await train(trainer, 1)
+        await world.until_full()
+        await replica.hold(trainer.epoch, 1)
+        await replica.poll(3)
+        await replica.finish("d6")
+        seen = {}
+        for since in (None, 0, 1, 2):
+            o = (await world.call("GetStatus", spb.GetStatusRequest(begun_since=since))).occupancy
+            seen[since] = (o.occupied, o.pending, o.running, o.finished, o.committed, o.window)
+        assert seen == {None: (12, 7, 4, 1, 4, 12), 0: (5, 0, 4, 1, 0, 12), 1: (3, 0, 2, 1, 0, 12), 2: (0, 0, 0, 0, 0, 12)}
 
 
 async def test_c5_a_trainer_that_resumes_at_500_with_nothing_stored_admits_one_window(valkey: Valkey) -> None:
@@ -222,6 +244,58 @@ async def test_set_window_changes_the_window_survives_a_restart_and_drops_nothin
 
 
 # --------------------------------------------------------------------------------------------------- weights and lag
+
+
+async def test_c9_what_was_produced_after_the_last_checkpoint_survives_scheduler_trainer_and_replica(valkey: Valkey) -> None:
+    async with ring(valkey.url, recipe_of()) as (world, trainer, replica):
+        await replica.poll()
+        await replica.finish()
+        await train(trainer, 1)
+        await trainer.save(1)
+        produced, _ = await trainer.sample(2)
+        await trainer.commit(2)
+        before = (await world.status()).num_trajectories
+        await world.restart()
+        again = Trainer(world)
+        await again.open(1)
+        await world.until_full()
+        groups, _ = await again.sample(2)
+        assert [g.SerializeToString(deterministic=True) for g in groups] == [g.SerializeToString(deterministic=True) for g in produced]
+        other = Replica(world, "r-2")
+        await other.hold(again.epoch, 1)
+        trained = {uid for g in groups for uid in [g.prompt.uid]} | {f"d{n}" for n in range(12)}
+        assert trained.isdisjoint(lease.prompt.uid for lease in (await other.poll()).leases)  # nothing is generated again
+        assert (await world.status()).num_trajectories == before
+        await world.verify()
+
+
+@pytest.mark.parametrize("ends", ["in time", "at its deadline"])
+async def test_c19_the_last_steps_evaluation_completes_or_is_reported_as_cut_and_then_the_run_is_done(valkey: Valkey, ends: str) -> None:
+    validation = {"every_steps": 0, "at_start": False, "at_end": True, "deadline_s": 100}
+    async with running(valkey.url, recipe_of(lease_s=60, validation=validation), with_exam=True) as world:
+        trainer, replica = Trainer(world), Replica(world)
+        await trainer.open(total=1)
+        await replica.hold(trainer.epoch, 0)
+        await answer_training(replica, 4)
+        await train(trainer, 1)
+        await trainer.save(1)
+        await replica.hold(trainer.epoch, 1)
+        await world.until(lambda s: s.phase == spb.RUN_PHASE_FINISHING)
+        assert len((await replica.poll(wait_s=5)).leases) == 3
+        await world.restart()  # whoever ends first: the scheduler, and the trainer that only waits
+        await trainer.open(1, total=1)
+        await replica.hold(trainer.epoch, 1)
+        assert (await world.status()).phase == spb.RUN_PHASE_FINISHING
+        assert any(r.startswith("evaluation s1 of v1: 3 of 3") for r in await world.controller.explain())
+        if ends == "in time":
+            await replica.poll(wait_s=5)
+            await replica.finish()
+        else:
+            await world.pass_s(101)
+        status = await world.until(lambda s: s.phase == spb.RUN_PHASE_DONE)
+        evaluation = status.last_evaluation
+        outcome, failed = ("complete", 0) if ends == "in time" else ("cut: deadline", 6)
+        assert (evaluation.evaluation_id, evaluation.outcome, evaluation.num_sessions, evaluation.num_failed) == ("s1", outcome, 6, failed)
 
 
 async def test_c6_replicas_with_other_weights_wait_and_say_for_what(valkey: Valkey) -> None:

@@ -50,7 +50,7 @@ async def test_plans_that_are_older_than_the_store_are_read_again_and_stop_nobod
 
 
 @pytest.mark.parametrize("gone", ["the validation set", "the version"])
-async def test_an_evaluation_that_can_never_begin_does_not_keep_the_run_from_its_end(valkey: Valkey, gone: str) -> None:
+async def test_c19_an_evaluation_that_can_never_begin_does_not_keep_the_run_from_its_end(valkey: Valkey, gone: str) -> None:
     async with ring(valkey.url, recipe_of(validation={"every_steps": 0, "at_start": False, "at_end": False}), with_exam=True) as (
         world,
         trainer,

@@ -51,7 +51,7 @@ KILLS = [
 """In the order of a run of 9 steps with a checkpoint every 3."""
 
 
-def test_kill_9_between_any_two_acts_trains_every_group_exactly_once(tmp_path: Path) -> None:
+def test_c4_kill_9_between_any_two_acts_trains_every_group_exactly_once(tmp_path: Path) -> None:
     with world(tmp_path, total=9) as w:
         for method, step, when in KILLS:
             kill_at(w, method, step, when)
@@ -67,7 +67,7 @@ def test_kill_9_between_any_two_acts_trains_every_group_exactly_once(tmp_path: P
         assert w.relay.published == sorted(w.relay.published)  # a version of an older epoch never follows a newer one's
 
 
-def test_the_first_step_after_a_checkpoint_at_100_with_4_minibatches_is_101_and_its_optimizer_step_401(tmp_path: Path) -> None:
+def test_c3_the_first_step_after_a_checkpoint_at_100_with_4_minibatches_is_101_and_its_optimizer_step_401(tmp_path: Path) -> None:
     with world(tmp_path, total=102, batch=4) as w:
         w.scheduler.available = 400
         first = w.start(checkpoint_every_steps=100, minibatches=4)
@@ -87,7 +87,7 @@ def test_the_first_step_after_a_checkpoint_at_100_with_4_minibatches_is_101_and_
         assert [line["step"] for line in w.lines("train")] == list(range(1, 103))
 
 
-def test_torn_checkpoints_are_not_resumed_from(tmp_path: Path) -> None:
+def test_c7_torn_checkpoints_are_not_resumed_from(tmp_path: Path) -> None:
     with world(tmp_path, total=4) as w:
         kill_at(w, "CommitCheckpoint", 3, "before")
         assert ended(w.start(checkpoint_every_steps=1, keep_checkpoints=5)) == KILLED

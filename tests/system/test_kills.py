@@ -7,8 +7,10 @@ import signal
 import time
 from collections.abc import Callable
 
+import pytest
+
 from tests.procs import processes_of
-from tests.run_world import LiveRun
+from tests.run_world import START_S, LiveRun
 
 VICTIMS = {
     "trainer": "-m services.trainer ",
@@ -26,7 +28,7 @@ def kill(run: LiveRun, what: str) -> None:
     run.until(lambda: run.pids(VICTIMS[what]) not in ([], [pid]), 60, f"another {what}")
 
 
-def test_every_part_is_killed_once_and_the_run_ends_as_good_with_a_proven_ledger(new_run: Callable[..., LiveRun]) -> None:
+def test_c4_every_part_is_killed_once_and_the_run_ends_as_good_with_a_proven_ledger(new_run: Callable[..., LiveRun]) -> None:
     run = new_run("trainer.checkpoint_every_steps=5", "trainer.steps=45", "validation.every_steps=0")
     for step, what in zip((7, 14, 21, 28, 35), VICTIMS, strict=True):
         run.wait_for_step(step)
@@ -68,7 +70,7 @@ def test_a_killed_supervisor_leaves_no_orphan_and_the_same_command_resumes(new_r
     assert run.summary()["is_ledger_ok"]
 
 
-def test_a_killed_trainer_lets_nothing_be_generated_again(new_run: Callable[..., LiveRun]) -> None:
+def test_c9_a_killed_trainer_lets_nothing_be_generated_again(new_run: Callable[..., LiveRun]) -> None:
     """Rollout and ledger keep what the lost steps were trained on: the run needs no more answers than it trains."""
     run = new_run("trainer.steps=12", *NO_EVALUATION)
     run.wait_for_step(7)
@@ -77,3 +79,22 @@ def test_a_killed_trainer_lets_nothing_be_generated_again(new_run: Callable[...,
     assert run.summary()["is_ledger_ok"]
     assert [line["step"] for line in run.lines("train")] == list(range(1, 13))
     assert run.summary()["completions"] == 12 * 32 * 8
+
+
+@pytest.mark.parametrize("first", ["trainer", "rollout"])
+def test_c19_whoever_ends_while_the_last_evaluation_runs_it_is_judged_and_every_process_ends_in_order(
+    new_run: Callable[..., LiveRun], first: str
+) -> None:
+    run = new_run("trainer.steps=3", "rollout.slots=8", "validation.every_steps=0", "validation.at_start=false")
+    run.until(
+        lambda: any("evaluation s3" in reason for reason in getattr(run.ask(lambda c: c.why()), "reasons", ())),
+        START_S,
+        "the last evaluation",
+    )
+    (pid,) = run.pids(VICTIMS[first])[:1]
+    os.kill(pid, signal.SIGTERM)
+    assert run.end() == 0, run.output[-3000:]
+    assert processes_of(run.folder) == []
+    assert list(run.accuracies()) == [3]
+    assert run.summary()["is_ledger_ok"]
+    assert "killed" not in run.output

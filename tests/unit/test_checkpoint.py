@@ -66,7 +66,7 @@ def lost_file(path: Path) -> None:
 @pytest.mark.parametrize(
     ("harm", "reason"), [(no_marker, "no STABLE"), (torn_marker, "torn"), (short_file, "99 bytes"), (lost_file, "state.pt")]
 )
-def test_a_torn_checkpoint_is_named_and_the_one_before_is_offered(tmp_path: Path, harm: object, reason: str) -> None:
+def test_c7_a_torn_checkpoint_is_named_and_the_one_before_is_offered(tmp_path: Path, harm: object, reason: str) -> None:
     write(tmp_path, 1)
     harm(write(tmp_path, 2))  # type: ignore[operator]
     found = checkpoint.survey(tmp_path)
@@ -75,7 +75,7 @@ def test_a_torn_checkpoint_is_named_and_the_one_before_is_offered(tmp_path: Path
     assert reason in found.ignored[0].reason
 
 
-def test_a_checkpoint_being_written_is_not_offered(tmp_path: Path) -> None:
+def test_c7_a_checkpoint_being_written_is_not_offered(tmp_path: Path) -> None:
     checkpoint.begin(tmp_path, 5)
     found = checkpoint.survey(tmp_path)
     assert found.stable == []
@@ -115,7 +115,7 @@ def test_a_trainer_that_was_replaced_cannot_add_a_checkpoint(tmp_path: Path) -> 
     assert [step for step, _ in checkpoint.survey(tmp_path).stable] == [7]
 
 
-def test_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:
+def test_c8_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:
     path = write(tmp_path, 3)
     raw = json.loads((path / "cut.json").read_text())
     (path / "cut.json").write_text(json.dumps(raw | {"format_version": 9}))
@@ -144,7 +144,7 @@ def test_a_ledger_that_is_not_the_one_its_cut_was_named_by_is_corrupt(tmp_path: 
         checkpoint.ledger_of(path, named)
 
 
-def test_an_older_format_is_migrated_step_by_step_or_refused(tmp_path: Path) -> None:
+def test_c8_an_older_format_is_migrated_step_by_step_or_refused(tmp_path: Path) -> None:
     path = written_by_format_1(tmp_path, 3)
 
     def one_to_two(raw: dict[str, object], state: dict[str, object]) -> None:

@@ -309,7 +309,7 @@ def test_aborting_some_leaves_the_others_running(policy: Policy) -> None:
     assert {id: c.tokens.tolist() for id, c in done.items()} == {f"{g}/0": policy.greedy(0, p, 14) for g, p in enumerate(PROMPTS) if g != 1}
 
 
-def test_the_budget_counts_the_prefix_and_the_prefix_comes_back_unchanged(policy: Policy) -> None:
+def test_c12_the_budget_counts_the_prefix_and_the_prefix_comes_back_unchanged(policy: Policy) -> None:
     engine = policy.engine(version=4)
     prefix: dict[str, Any] = {"prefix_tokens": [7, 8, 9], "prefix_logprobs": [-0.5, -1.25, -3.0], "prefix_spans": [(2, 1), (3, 2)]}
     engine.add([request("a/0", PROMPTS[0], 5, **prefix), request("full/0", PROMPTS[0], 3, **prefix)])

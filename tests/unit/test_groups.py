@@ -55,7 +55,7 @@ def test_attempts_of_a_group_draw_from_different_streams() -> None:
     assert 0 <= second < 2**63
 
 
-def test_a_partial_answer_is_continued_with_its_own_tokens_logprobs_and_versions() -> None:
+def test_c11_c12_a_partial_answer_is_continued_with_its_own_tokens_logprobs_and_versions() -> None:
     """C11, C12: the old tokens count towards the budget, which stays the whole answer's."""
     begun = LeaseBook("r1").begin(lease(missing=[2, 3], partials=[partial(2, tokens=5, version=7)]), now_s=1.0)
     continued, fresh = begun.requests
@@ -104,7 +104,7 @@ def test_reports_are_cut_by_number_and_by_bytes_but_never_empty() -> None:
     assert len(book.reports(10, 1)) == 1
 
 
-def test_a_failed_generation_fails_one_session_and_needs_no_score() -> None:
+def test_c15_a_failed_generation_fails_one_session_and_needs_no_score() -> None:
     """C15."""
     book = LeaseBook("r1")
     book.begin(lease(), now_s=0)
@@ -114,7 +114,7 @@ def test_a_failed_generation_fails_one_session_and_needs_no_score() -> None:
     assert book.num_generating == 3
 
 
-def test_a_session_of_a_lost_lease_is_aborted_and_its_late_score_is_thrown_away() -> None:
+def test_c14_a_session_of_a_lost_lease_is_aborted_and_its_late_score_is_thrown_away() -> None:
     """C14: nothing waits for a judge whose answer nobody wants."""
     book = LeaseBook("r1")
     book.begin(lease(), now_s=0)

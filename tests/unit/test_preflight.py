@@ -93,7 +93,7 @@ def test_parquet_is_read_too(tree: dict[str, Any], tmp_path: Path) -> None:
     assert "cannot be read" in found(tree)[0].rule
 
 
-def test_too_few_cores_are_said_with_the_numbers_and_do_not_stop_the_run(tree: dict[str, Any]) -> None:
+def test_c20_too_few_cores_are_said_with_the_numbers_and_do_not_stop_the_run(tree: dict[str, Any]) -> None:
     tree["rollout"] = {"replicas": 3, "threads": 2}
     (problem,) = found(tree, Machine(2, 1 << 40, {}))
     assert problem.is_warning
@@ -101,17 +101,29 @@ def test_too_few_cores_are_said_with_the_numbers_and_do_not_stop_the_run(tree: d
     preflight.refuse([problem])
 
 
-def test_too_little_memory_is_said_with_the_numbers(tree: dict[str, Any]) -> None:
+def test_c20_too_little_memory_is_said_with_the_numbers(tree: dict[str, Any]) -> None:
     (problem,) = found(tree, Machine(64, 1000, {}))
     assert problem.is_warning
     assert "0 M parameters need about 0.0 GB" in problem.rule
 
 
-def test_a_device_that_is_not_there_is_a_problem(tree: dict[str, Any]) -> None:
+def test_c20_a_device_that_is_not_there_is_a_problem(tree: dict[str, Any]) -> None:
     tree["trainer"] = {"device": "cuda:1"}
     tree["rollout"] = {"device": "tpu"}
     problems = found(tree, Machine(64, 1 << 40, {"cuda": 1, "npu": 0}))
     assert [p.rule for p in problems] == ["this machine has 1 cuda devices", "is not auto, cpu, cuda or npu"]
+
+
+def test_c20_more_replicas_than_devices_are_said_with_the_numbers(tree: dict[str, Any]) -> None:
+    tree["rollout"] = {"device": "cuda", "replicas": 4}
+    (problem,) = found(tree, Machine(64, 1 << 40, {"cuda": 2, "npu": 0}))
+    assert (problem.is_warning, problem.rule) == (True, "rollout.replicas 4 share 2 cuda devices")
+
+
+def test_a_cut_distribution_in_training_warns_of_its_bias(tree: dict[str, Any]) -> None:
+    tree["sampling"] = {"top_p": 0.9, "top_k": 20}
+    problems = found(tree, Machine(64, 1 << 40, {}))
+    assert [(p.key, p.value, p.is_warning) for p in problems] == [("sampling.top_p", "0.9", True), ("sampling.top_k", "20", True)]
 
 
 @pytest.fixture

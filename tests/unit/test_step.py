@@ -257,7 +257,7 @@ def test_training_makes_rewarded_answers_likelier_and_the_others_less_likely(fol
 # ---- metrics
 
 
-def test_lag_is_counted_once_per_group_and_age_per_token(folder: Path) -> None:
+def test_c13_lag_is_counted_once_per_group_and_age_per_token(folder: Path) -> None:
     groups = make_groups(SOME)
     groups[0].version_begin = 0
     metrics = make_learner(folder).train(groups, 4).metrics  # the trainer is at version 3
