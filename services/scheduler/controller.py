@@ -560,11 +560,11 @@ class Controller:
         while True:
             seen = self.changes.count
             outcome = await self._decide(lambda view: self._try_sample(view, trainer_epoch, step))
-            if isinstance(outcome, sampling.Batch):
+            if isinstance(outcome, list):
                 self._waiting = None
                 metrics.BATCH_WAIT_S.observe(time.monotonic() - began_s)
                 self._note()
-                return await self.ledger.groups(outcome.entries), ""
+                return outcome, ""
             if isinstance(outcome, sampling.Drop):
                 self._note()
                 continue
@@ -572,12 +572,16 @@ class Controller:
             if not await self.changes.after(seen, until_s - time.monotonic()):
                 return [], "; ".join(await self.explain())
 
-    async def _try_sample(self, view: View, trainer_epoch: int, step: int) -> sampling.Batch | sampling.Wait | sampling.Drop:
+    async def _try_sample(self, view: View, trainer_epoch: int, step: int) -> list[pb.Group] | sampling.Wait | sampling.Drop:
+        """The batch, read; what it waits for; or what was evicted, after which another may be tried."""
         self._hear_trainer(view, trainer_epoch)
         if step != view.run.committed + 1:
             raise StaleError(f"step {step} cannot be sampled: step {view.run.committed} is the newest committed")
         if batch := view.batch(step):
-            return sampling.Batch(tuple(batch))
+            groups, corrupt = await self._read(batch)
+            if corrupt:  # the trainer may have it whole already: only its resume gives the groups back, and then they can go
+                raise CorruptError("; ".join(f"{uid}: {why}" for uid, why in corrupt.items()))
+            return groups
         outcome = sampling.plan(
             view.training(),
             step=step,
@@ -589,8 +593,19 @@ class Controller:
         if isinstance(outcome, sampling.Drop):
             await self._evict(view, {e.uid: outcome.reason for e in outcome.entries})
         elif isinstance(outcome, sampling.Batch):
+            groups, corrupt = await self._read(outcome.entries)
+            if corrupt:
+                await self._evict(view, {uid: f"corrupt: {why}" for uid, why in corrupt.items()})
+                return sampling.Drop(tuple(e for e in outcome.entries if e.uid in corrupt), "corrupt")
             await self.ledger.consume(trainer_epoch, step, [e.uid for e in outcome.entries], rev=view.rev)
+            return groups
         return outcome
+
+    async def _read(self, entries: Sequence[Entry]) -> tuple[list[pb.Group], dict[str, str]]:
+        """The groups that can be read, and why the others cannot, by uid."""
+        read = await self.ledger.groups(entries)
+        corrupt = {entry.uid: one for entry, one in zip(entries, read, strict=True) if isinstance(one, str)}
+        return [one for one in read if not isinstance(one, str)], corrupt
 
     async def commit_step(self, trainer_epoch: int, step: int, values: Mapping[str, float]) -> None:
         async def commit(view: View) -> tuple[list[Entry], bool]:

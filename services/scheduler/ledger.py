@@ -542,22 +542,15 @@ class Ledger:
         found = await self._store.read(*(("HGETALL", key) for key in self.traj(uids)))
         return [_pairs(one) for one in found]
 
-    async def groups(self, entries: Sequence[Entry]) -> list[pb.Group]:
-        """Whole groups with their payloads, in this order."""
+    async def groups(self, entries: Sequence[Entry]) -> list[pb.Group | str]:
+        """Whole groups with their payloads, in this order; in place of one that cannot be read, why."""
         commands = [
             ("HMGET", self.key("prompts"), *(e.uid for e in entries)),
             *(("HGETALL", key) for key in self.traj(e.uid for e in entries)),
         ]
         prompts, *answers = await self._read_as_leader(*commands)
-        groups: list[pb.Group] = []
-        for entry, payload, answer in zip(entries, prompts, answers, strict=True):
-            group = pb.Group(version_begin=entry.version_begin, attempts=entry.attempt)
-            group.prompt.ParseFromString(payload)
-            blobs = _pairs(answer)
-            for index in range(entry.group_size):
-                group.trajectories.add().ParseFromString(blobs[str(index)])
-            groups.append(group)
-        return groups
+        read = zip(entries, prompts, answers, strict=True)
+        return [payloads.group_of(entry, prompt, _pairs(answer)) for entry, prompt, answer in read]
 
     async def committed(self) -> list[Entry]:
         """Trained groups that no checkpoint contains yet."""

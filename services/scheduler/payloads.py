@@ -29,6 +29,23 @@ def flaw(trajectory: pb.Trajectory) -> str:
     return ""
 
 
+def group_of(entry: Entry, prompt: bytes | None, answers: Mapping[str, bytes]) -> pb.Group | str:
+    """The whole group, or why the trainer could not read it."""
+    group = pb.Group(version_begin=entry.version_begin, attempts=entry.attempt)
+    if prompt is None:
+        return "its prompt is gone"
+    try:
+        group.prompt.ParseFromString(prompt)
+        for index in range(entry.group_size):
+            group.trajectories.add().ParseFromString(answers[str(index)])
+    except DecodeError:
+        return prompt_flaw(entry.uid, prompt) or next((text for _, text in answer_flaws(entry, answers)), "it does not parse")
+    except KeyError as err:
+        return f"answer {err.args[0]} is gone"
+    found = ((t.index, flaw(t)) for t in group.trajectories if t.finish_reason != pb.FINISH_REASON_FAILED)
+    return next((f"answer {index}: {text}" for index, text in found if text), group)
+
+
 def prompt_flaw(uid: str, payload: bytes) -> str:
     """Why `payload` is not the prompt of `uid`; empty: it is."""
     try:

@@ -31,7 +31,9 @@ def prompt(ordinal: int, size: int = 2) -> pb.Prompt:
 
 
 def end(index: int, *, reward: float = 0.0, error: str = "") -> TrajectoryEnd:
-    blob = pb.Trajectory(index=index, token_ids=b"\x00\xff\r\n", reward=reward).SerializeToString()
+    made = pb.Trajectory(index=index, token_ids=b"\x00\xff\r\n", logprobs=b"\x00\x00\x80\xbf", reward=reward)
+    made.spans.add(num_tokens=1)
+    blob = made.SerializeToString()
     return TrajectoryEnd(index, reward, error, blob)
 
 
@@ -125,6 +127,7 @@ async def test_i1_the_first_end_of_a_trajectory_counts(ledger: Ledger) -> None:
     assert not (again.lost)
     assert not (late.lost)
     (group,) = await ledger.groups([(await ledger.view()).entries["d0"]])
+    assert isinstance(group, pb.Group)
     assert [t.reward for t in group.trajectories] == [1.0, 0.0]
     await check(ledger)
 
@@ -188,7 +191,7 @@ async def test_i5_nothing_leaves_the_store_before_its_checkpoint_and_a_resumed_t
     assert (epoch, view.run.committed) == (2, 1)
     assert [view.entries[uid].state for uid in ("d2", "d3", "d4")] == [State.FINISHED] * 3
     assert await ledger.groups([view.entries["d2"], view.entries["d3"]]) == kept
-    assert [g.prompt.uid for g in before] == ["d0"]
+    assert [g if isinstance(g, str) else g.prompt.uid for g in before] == ["d0"]
     with pytest.raises(RefusedError, match="older than checkpoint 1"):
         await ledger.open_trainer(0, finished=[], trained=[], steps=[], total_steps=9, address="", rev=view.rev, op="too-old")
     await train(ledger, 2, "d2", "d3")

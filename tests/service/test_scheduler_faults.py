@@ -12,6 +12,7 @@ from services.scheduler.groups import View
 from stretto import embedded
 from stretto.errors import InvalidArgumentError
 from stretto.v1 import scheduler_pb2 as spb
+from stretto.v1 import types_pb2 as pb
 from tests.scheduler_world import SOON_S, Replica, Trainer, recipe_of, ring, running
 
 Valkey = embedded.EmbeddedServer
@@ -155,6 +156,32 @@ async def test_an_answer_whose_parts_do_not_fit_counts_as_failed_and_never_reach
         await replica.report(ends)
         status = await world.status()
         assert (status.num_reissued, status.occupancy.finished) == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("key", "field", "garbage", "why"),
+    [
+        ("traj:d1", "0", b"\xff\xff\xff", "answer 0 does not parse (3 bytes)"),
+        ("traj:d1", "1", pb.Trajectory(prompt_uid="d1", index=1, token_ids=b"1234").SerializeToString(), "answer 1: 4 bytes of tokens"),
+        ("prompts", "d1", b"\xff\xff", "its prompt does not parse (2 bytes)"),
+    ],
+)
+async def test_a_group_that_cannot_be_read_is_named_evicted_and_refilled(
+    valkey: Valkey, key: str, field: str, garbage: bytes, why: str
+) -> None:
+    async with ring(valkey.url, recipe_of()) as (world, trainer, replica):
+        await replica.poll(5)
+        await replica.finish()
+        ledger = world.controller.ledger
+        await world.store._client.hset(ledger.key(key), field, garbage)  # pyright: ignore[reportGeneralTypeIssues]
+        groups, _ = await trainer.sample(1)
+        assert [g.prompt.uid for g in groups] == ["d0", "d2", "d3", "d4"]
+        await trainer.commit(1)
+        status = await world.until(lambda s: s.cursor == 17)  # 12, 4 for the trained ones, 1 for the corrupt one
+        assert status.num_evicted == 1
+        (event,) = [e for e in await world.events(until="step") if e.kind == "evicted"]
+        assert event.text.startswith(f"d1: corrupt: {why}")
+        assert (await world.verify()).evicted_by_reason == {"corrupt": 1}
 
 
 async def test_why_names_what_makes_attempts_fail(valkey: Valkey) -> None:

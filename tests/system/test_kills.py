@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -95,6 +96,6 @@ def test_c19_whoever_ends_while_the_last_evaluation_runs_it_is_judged_and_every_
     os.kill(pid, signal.SIGTERM)
     assert run.end() == 0, run.output[-3000:]
     assert processes_of(run.folder) == []
-    assert list(run.accuracies()) == [3]
+    assert re.search(r"evaluation s3 of v3: accuracy 0\.\d+ \(complete\)", run.output), run.output[-3000:]
     assert run.summary()["is_ledger_ok"]
     assert "killed" not in run.output
