@@ -160,6 +160,8 @@ class Scheduler(_Section):
     """From a lease to its end, renewed or not; after it the attempt failed."""
     attempts_max: int = Field(default=3, ge=1)
     """Attempts of a prompt before it fails for good and is replaced."""
+    user_queue_max: int = Field(default=10_000, ge=1)
+    """Users' own prompts that may wait to enter; more are refused."""
     wait_max_s: float = Field(default=20.0, gt=0, le=30)
     """Longest a long poll is held open."""
 

@@ -44,8 +44,12 @@ class NumberedPrompts:
             uid=f"d{ordinal}", kind=pb.PROMPT_KIND_TRAIN, ordinal=ordinal, row=ordinal % DATASET_SIZE, group_size=self.group_size
         )
 
-    def user_prompt(self, user: spb.UserPrompt, uid: str) -> pb.Prompt:
-        return pb.Prompt(uid=uid, kind=pb.PROMPT_KIND_USER, ordinal=-1, row=-1, group_size=self.group_size, text=user.text)
+    def named(self, prompt: pb.Prompt, uid: str) -> pb.Prompt:
+        prompt.uid = uid
+        return prompt
+
+    def user_prompt(self, user: spb.UserPrompt) -> pb.Prompt:
+        return pb.Prompt(kind=pb.PROMPT_KIND_USER, ordinal=-1, row=-1, group_size=self.group_size, text=user.text)
 
     def exam(self, evaluation_id: str, max_prompts: int) -> list[pb.Prompt]:
         return [

@@ -36,7 +36,7 @@ from services.scheduler.evaluations import Evaluations, Exam
 from services.scheduler.groups import OPEN_STATES, Entry, State, View, Weights
 from services.scheduler.ledger import SNAPSHOT_FORMAT, LeaseGrant, Ledger, Opened, Reported, TrajectoryEnd, grants_of, opened_of
 from services.scheduler.sessions import Rate, Replica, sessions_of
-from stretto.errors import CorruptError, FencedError, InvalidArgumentError, NotFoundError, RefusedError, StaleError, StrettoError
+from stretto.errors import CorruptError, FencedError, FullError, InvalidArgumentError, NotFoundError, RefusedError, StaleError, StrettoError
 from stretto.recipe import Recipe
 from stretto.store import ChangedError
 from stretto.v1 import scheduler_pb2 as spb
@@ -63,7 +63,8 @@ class Prompts(Protocol):
 
     def __len__(self) -> int: ...
     def prompt(self, ordinal: int) -> pb.Prompt: ...
-    def user_prompt(self, user: spb.UserPrompt, uid: str) -> pb.Prompt: ...
+    def user_prompt(self, user: spb.UserPrompt) -> pb.Prompt: ...
+    def named(self, prompt: pb.Prompt, uid: str) -> pb.Prompt: ...
     def fingerprint(self) -> str: ...
 
 
@@ -679,15 +680,22 @@ class Controller:
     # ---------------------------------------------------------------------------------------------------- users
 
     async def submit(self, prompts: Sequence[spb.UserPrompt], operation_id: str) -> list[str]:
-        """Queue users' prompts; their uids."""
+        """Queue users' prompts; their uids. Raises FullError when scheduler.user_queue_max wait."""
         op = f"submit:{operation_id or uuid.uuid4().hex}"
+        limit = self._rules.user_queue_max
+        made = await asyncio.to_thread(lambda: [self._prompts.user_prompt(prompt) for prompt in prompts])  # milliseconds a prompt
 
         async def queue(view: View) -> list[str]:
             if (answer := await self.ledger.recall(op)) is not None:
                 return list(answer["uids"])
             first = view.run.user_next
-            made = [self._prompts.user_prompt(prompt, f"u{first + i}") for i, prompt in enumerate(prompts)]
-            return await self.ledger.submit(made, first=first, op=op)
+            if (waiting := view.run.user_queued) + len(made) > limit:
+                raise FullError(
+                    f"{waiting} users' prompts wait already and {len(made)} more would pass scheduler.user_queue_max = {limit}; "
+                    "submit them as training goes on"
+                )
+            named = [self._prompts.named(prompt, f"u{first + i}") for i, prompt in enumerate(made)]
+            return await self.ledger.submit(named, first=first, op=op)
 
         uids = await self._decide(queue)
         self._note()

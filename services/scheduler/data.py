@@ -106,14 +106,13 @@ class Dataset:
             )
         return prompts
 
-    def user_prompt(self, user: UserPrompt, uid: str) -> pb.Prompt:
-        """A user's own prompt, to be trained. Raises InvalidArgumentError."""
+    def user_prompt(self, user: UserPrompt) -> pb.Prompt:
+        """A user's own prompt, to be trained once `named` has given it a uid. Raises InvalidArgumentError."""
         ids, text = self._user_tokens(user)
         limit = self._recipe.data.max_prompt_tokens
         if not 0 < len(ids) <= limit:
             raise InvalidArgumentError(f"the prompt has {len(ids)} tokens; it must have between 1 and data.max_prompt_tokens = {limit}")
         prompt = pb.Prompt(
-            uid=uid,
             kind=pb.PROMPT_KIND_USER,
             ordinal=-1,
             row=-1,
@@ -124,6 +123,12 @@ class Dataset:
             text=text,
         )
         _for_training(prompt, self._recipe)
+        return prompt
+
+    def named(self, prompt: pb.Prompt, uid: str) -> pb.Prompt:
+        """A user's prompt under its uid, from which its sampling seed follows."""
+        prompt.uid = uid
+        prompt.sampling.seed = group_seed(self._recipe.run.seed, uid)
         return prompt
 
     def _user_tokens(self, user: UserPrompt) -> tuple[Sequence[int], str]:

@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY
 from services.scheduler.controller import FORGET_LEASES
 from services.scheduler.recovery import Expiry
 from stretto import embedded
-from stretto.errors import FencedError, InvalidArgumentError, NotFoundError, RefusedError, StaleError
+from stretto.errors import FencedError, FullError, InvalidArgumentError, NotFoundError, RefusedError, StaleError
 from stretto.store import Store
 from stretto.v1 import scheduler_pb2 as spb
 from stretto.v1 import types_pb2 as pb
@@ -114,6 +114,21 @@ async def test_users_prompts_are_trained_between_the_datasets(valkey: Valkey) ->
         await world.until_full()
         await replica.hold(trainer.epoch, 1)
         assert [lease.prompt.uid for lease in (await replica.poll(4)).leases][:3] == ["u0", "u1", "d12"]
+        await world.verify()
+
+
+async def test_users_prompts_beyond_the_queues_limit_are_refused_whole_and_fit_again_later(valkey: Valkey) -> None:
+    async with ring(valkey.url, recipe_of(user_queue_max=3)) as (world, trainer, replica):
+        two = [spb.UserPrompt(text="hi"), spb.UserPrompt(text="ho")]
+        assert list((await world.call("SubmitPrompts", spb.SubmitPromptsRequest(operation_id="a", prompts=two))).uids) == ["u0", "u1"]
+        full = spb.SubmitPromptsRequest(operation_id="b", prompts=two)
+        with pytest.raises(FullError, match=r"2 users' prompts wait already and 2 more would pass scheduler\.user_queue_max = 3"):
+            await world.call("SubmitPrompts", full)
+        await replica.poll(12)
+        await replica.finish()
+        await train(trainer, 1)
+        await world.until_full()
+        assert list((await world.call("SubmitPrompts", full)).uids) == ["u2", "u3"]
         await world.verify()
 
 

@@ -255,7 +255,7 @@ def test_a_users_prompt_is_text_messages_or_tokens(ten: Dataset, byte_model: Pat
         (UserPrompt(messages_json=messages), "<user>hi\n<assistant>", "hi"),
         (UserPrompt(token_ids=tokens), ten.prompt(0).text, ten.prompt(0).text),
     ]:
-        prompt = ten.user_prompt(user, "u3")
+        prompt = ten.named(ten.user_prompt(user), "u3")
         assert (prompt.uid, prompt.kind, prompt.ordinal, prompt.row) == ("u3", pb.PROMPT_KIND_USER, -1, -1)
         assert (text_of(byte_model, prompt), prompt.text) == (text, shown)
         assert (prompt.data_source, prompt.extra_json) == (user.data_source or "default", user.extra_json or "{}")
@@ -278,7 +278,7 @@ def test_a_users_prompt_is_text_messages_or_tokens(ten: Dataset, byte_model: Pat
 )
 def test_a_users_bad_prompt_is_refused_with_the_rule(ten: Dataset, user: UserPrompt, says: str) -> None:
     with pytest.raises(InvalidArgumentError, match=says):
-        ten.user_prompt(user, "u0")
+        ten.user_prompt(user)
 
 
 # ------------------------------------------------------------------------------------------------ cost
