@@ -110,19 +110,21 @@ class MetricsFiles:
         self._board = SummaryWriter(str(folder / TENSORBOARD_FOLDER), purge_step=resume_step + 1)
 
     def _cut(self, resume_step: int) -> tuple[int, list[dict[str, Any]]]:
-        """Drop later steps and torn lines. Returns (lines dropped, records kept)."""
+        """Drop later steps and torn lines. Returns (lines dropped, records kept).
+
+        I6: the file is a new one in any case. A predecessor that is stopped and wakes up later appends to the old one, which is gone.
+        """
         if not self.path.exists():
             return 0, []
         with self.path.open() as file:
             lines = file.readlines()
         keep = [(line, record) for line, record in parsed(lines) if record["step"] <= resume_step]
-        if len(keep) < len(lines):
-            tmp = self.path.with_name(f".{METRICS_FILE}.{os.getpid()}")
-            with tmp.open("w") as file:
-                file.writelines(line for line, _ in keep)
-                file.flush()
-                os.fsync(file.fileno())
-            tmp.replace(self.path)
+        tmp = self.path.with_name(f".{METRICS_FILE}.{os.getpid()}")
+        with tmp.open("w") as file:
+            file.writelines(line for line, _ in keep)
+            file.flush()
+            os.fsync(file.fileno())
+        tmp.replace(self.path)
         return len(lines) - len(keep), [record for _, record in keep]
 
     def _append(self, record: Mapping[str, Any]) -> None:

@@ -36,13 +36,18 @@ def test_lines_of_later_steps_and_a_torn_one_are_cut_and_no_step_is_twice(tmp_pa
     assert [(r["step"], r["time"]) for r in records(tmp_path)] == [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0)]
 
 
-def test_a_file_with_nothing_to_cut_is_left_alone(tmp_path: Path) -> None:
-    files = MetricsFiles(tmp_path, 0)
-    files.train(1, 1.0, {"loss": 1.0})
-    files.close()
-    inode = (tmp_path / "metrics.jsonl").stat().st_ino
-    MetricsFiles(tmp_path, 1).close()
-    assert (tmp_path / "metrics.jsonl").stat().st_ino == inode
+def test_a_predecessor_that_wakes_up_late_writes_no_line_into_its_successors_file(tmp_path: Path) -> None:
+    """I6. Nothing was to be cut, and both have the file open."""
+    zombie = MetricsFiles(tmp_path, 0)
+    zombie.train(1, 1.0, {"loss": 1.0})
+    successor = MetricsFiles(tmp_path, 1)
+    assert successor.num_cut == 0
+    for files, time in ((zombie, 2.0), (successor, 3.0)):
+        files.train(2, time, {"loss": 1.0})
+        files.validation(evaluation("s1", 1), "5-0", time)
+    zombie.close()
+    successor.close()
+    assert [(r["kind"], r["step"], r["time"]) for r in records(tmp_path)] == [("train", 1, 1.0), ("train", 2, 3.0), ("validation", 1, 3.0)]
 
 
 def test_an_evaluation_has_one_line_also_when_its_event_comes_again_after_a_restart(tmp_path: Path) -> None:
