@@ -12,7 +12,7 @@ from typing import Any
 
 import grpc
 
-from services.scheduler.controller import Controller
+from services.scheduler.controller import Controller, Prompts
 from services.scheduler.ledger import Ledger
 from services.scheduler.server import SERVICE, SchedulerServicer
 from stretto import recipe as recipes
@@ -90,11 +90,18 @@ class World:
     """One scheduler; `restart` ends it as kill -9 would (nothing is said or saved) and starts the next on the same store."""
 
     def __init__(
-        self, url: str, recipe: recipes.Recipe, *, with_exam: bool = False, store_timeout_s: float = 5.0, store_outage_s: float = 5.0
+        self,
+        url: str,
+        recipe: recipes.Recipe,
+        *,
+        with_exam: bool = False,
+        prompts: Prompts | None = None,
+        store_timeout_s: float = 5.0,
+        store_outage_s: float = 5.0,
     ) -> None:
         self.recipe, self._url, self._with_exam = recipe, url, with_exam
         self._store_timeout_s, self._store_outage_s = store_timeout_s, store_outage_s
-        self.prompts = NumberedPrompts()
+        self.prompts: Any = prompts or NumberedPrompts()
         self.pushes: list[int] = []
         """Dataset prompts of each admission of the newest incarnation."""
         self.offset_s = 0.0

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+from pathlib import Path
 
 import pytest
 from prometheus_client import REGISTRY
 
-from services.scheduler.controller import FORGET_LEASES
+from services.scheduler.controller import FORGET_LEASES, Prompts
+from services.scheduler.data import Dataset
 from services.scheduler.recovery import Expiry
 from stretto import embedded
+from stretto import recipe as recipes
 from stretto.errors import FencedError, FullError, InvalidArgumentError, NotFoundError, RefusedError, StaleError
 from stretto.store import Store
 from stretto.v1 import scheduler_pb2 as spb
 from stretto.v1 import types_pb2 as pb
-from tests.scheduler_world import Replica, Trainer, World, recipe_of, ring, running
+from tests.scheduler_world import NumberedPrompts, Replica, Trainer, World, recipe_of, ring, running
 
 Valkey = embedded.EmbeddedServer
 
@@ -148,12 +152,23 @@ async def restored(world: World, trainer: Trainer, replica: Replica, count: int)
         await ledger.expire([Expiry("d3", 1, "lost")], attempts_max=1)
 
 
+@pytest.fixture(params=["numbers", "dataset"])
+def prompts(request: pytest.FixtureRequest, tmp_path: Path, byte_model: Path) -> Prompts:
+    """Numbers, or the real data cursor over ten rows: a window of 12 reaches into the second epoch's order."""
+    if request.param == "numbers":
+        return NumberedPrompts()
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps({"prompt": f"{n}+1=", "ground_truth": str(n + 1)}) + "\n" for n in range(10)))
+    recipe = recipes.build({"model": {"path": str(byte_model)}, "data": {"train": str(file)}, "sampling": {"group_size": 2}})
+    return Dataset.open(file, recipe=recipe)
+
+
 @pytest.mark.parametrize(("count", "enter"), [(0, [12]), (6, [6, 1]), (12, []), (13, [])])
 async def test_s4_c1_a_resume_admits_what_the_window_has_room_for_and_nothing_else(
-    valkey: Valkey, caplog: pytest.LogCaptureFixture, count: int, enter: list[int]
+    valkey: Valkey, caplog: pytest.LogCaptureFixture, prompts: Prompts, count: int, enter: list[int]
 ) -> None:
     caplog.set_level(logging.WARNING, "stretto.scheduler")
-    world = World(valkey.url, recipe_of())
+    world = World(valkey.url, recipe_of(), prompts=prompts)
     await world.start()
     world.work.cancel()  # the store is filled by hand
     trainer, replica = Trainer(world), Replica(world)
@@ -177,7 +192,9 @@ async def test_s4_c1_a_resume_admits_what_the_window_has_room_for_and_nothing_el
     await world.verify()
     await replica.hold(trainer.epoch, 0)
     if count == 6:  # the running one is its replica's still; only what is pending is leased again, in dataset order
-        assert [lease.prompt.uid for lease in (await replica.poll()).leases] == ["d4", "d5", *(f"d{i}" for i in range(6, 13))]
+        leased = [lease.prompt for lease in (await replica.poll()).leases]
+        assert [prompt.uid for prompt in leased] == ["d4", "d5", *(f"d{i}" for i in range(6, 13))]
+        assert [prompt.SerializeToString() for prompt in leased] == [prompts.prompt(p.ordinal).SerializeToString() for p in leased]
     await world.stop()
 
 

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pyarrow import parquet
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer
 
 from services.scheduler.data import Dataset, group_seed, permutation
 from stretto import recipe as recipes
@@ -24,25 +24,6 @@ from stretto.errors import InvalidArgumentError, RecipeError
 from stretto.recipe import Recipe
 from stretto.v1 import types_pb2 as pb
 from stretto.v1.scheduler_pb2 import UserPrompt
-
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
-    "<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
-)
-
-
-@pytest.fixture(scope="session")
-def byte_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a tokenizer of one token per byte: id = byte order of the byte-level alphabet; 256 = <eos>."""
-    folder = tmp_path_factory.mktemp("byte-model")
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={**{c: i for i, c in enumerate(letters)}, "<eos>": 256}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>", "pad_token": "<eos>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return folder
 
 
 def recipe_of(model: Path, file: Path, **sections: Mapping[str, Any]) -> Recipe:
