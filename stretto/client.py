@@ -76,9 +76,8 @@ REDIAL_S = 0.25
 DONE = "DONE"
 """Text of the event of the last change of phase."""
 
-_SCHEDULER = "stretto.v1.SchedulerService"
 _IDEMPOTENT = [
-    f"{_SCHEDULER}/{method}"
+    f"{rpc.SCHEDULER}/{method}"
     for method in [
         "GetStatus",
         "ExplainWait",
@@ -255,7 +254,7 @@ class Client:
     def __init__(self, address: str) -> None:
         """`address`: host:port of the run's scheduler. Dials on the first call."""
         self.address = address
-        self._channel = rpc.connect_blocking(address, idempotent=_IDEMPOTENT)
+        self._channel = rpc.connect_blocking(address, service=rpc.SCHEDULER, idempotent=_IDEMPOTENT)
         self._stub = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
         self._is_closed = False
 
@@ -415,7 +414,7 @@ class AsyncClient:
 
     def __init__(self, address: str) -> None:
         self.address = address
-        self._channel = rpc.connect(address, idempotent=_IDEMPOTENT)
+        self._channel = rpc.connect(address, service=rpc.SCHEDULER, idempotent=_IDEMPOTENT)
         self._stub: Any = scheduler_pb2_grpc.SchedulerServiceStub(self._channel)
 
     @classmethod

@@ -11,6 +11,7 @@
     +-- FullError                    RESOURCE_EXHAUSTED    a queue or slot limit is reached; retry later
     +-- DeadlineError                DEADLINE_EXCEEDED     a wait ended by its limit
     +-- UnavailableError             UNAVAILABLE           the peer cannot be reached; retry
+        +-- DeposedError                                   another instance of this service leads; ask it
 
 The docstring of a class is its default message. `stretto/rpc.py` carries (class name, message) in trailing metadata.
 """
@@ -86,6 +87,10 @@ class UnavailableError(StrettoError):
     """The peer cannot be reached."""
 
     code = "UNAVAILABLE"
+
+
+class DeposedError(UnavailableError):
+    """Another instance of this service took over; callers ask again, this one stops."""
 
 
 def _tree(root: type[StrettoError]) -> dict[str, type[StrettoError]]:

@@ -162,6 +162,8 @@ class Scheduler(_Section):
     """Attempts of a prompt before it fails for good and is replaced."""
     user_queue_max: int = Field(default=10_000, ge=1)
     """Users' own prompts that may wait to enter; more are refused."""
+    leader_s: float = Field(default=5.0, gt=0)
+    """A standby scheduler on the same Redis takes over when the leader was not heard for this long."""
     wait_max_s: float = Field(default=20.0, gt=0, le=30)
     """Longest a long poll is held open."""
 

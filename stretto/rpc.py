@@ -27,6 +27,8 @@ from stretto.errors import DeadlineError, StrettoError, UnavailableError
 log = logging.getLogger("stretto.rpc")
 T = TypeVar("T")
 
+SCHEDULER = "stretto.v1.SchedulerService"
+"""Of several schedulers behind one name, only the one that leads says SERVING for it."""
 MESSAGE_BYTES_MAX = 64 << 20
 """Largest message either side takes; larger payloads are streamed in chunks."""
 DRAIN_NOTICE_S = 0.3
@@ -52,7 +54,15 @@ def from_rpc_error(err: grpc.RpcError) -> StrettoError:
 
 
 class _ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns what a handler raises into a status that `from_rpc_error` turns back."""
+    """Turns what a handler raises into a status that `from_rpc_error` turns back; while `closed`, calls reach no handler."""
+
+    def __init__(self, closed: str) -> None:
+        self.closed = closed
+        """Why nothing is answered but health and reflection; empty: everything is."""
+
+    def check(self, method: str) -> None:
+        if self.closed and not method.startswith("/grpc."):
+            raise UnavailableError(self.closed)
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         handler = await continuation(handler_call_details)
@@ -62,11 +72,11 @@ class _ErrorInterceptor(grpc.aio.ServerInterceptor):
         if handler.response_streaming:
             make = grpc.stream_stream_rpc_method_handler if handler.request_streaming else grpc.unary_stream_rpc_method_handler
             inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
-            wrapped: Any = _guard_stream(inner, method)
+            wrapped: Any = _guard_stream(inner, method, self)
         else:
             make = grpc.stream_unary_rpc_method_handler if handler.request_streaming else grpc.unary_unary_rpc_method_handler
             inner = handler.stream_unary if handler.request_streaming else handler.unary_unary
-            wrapped = _guard_unary(inner, method)
+            wrapped = _guard_unary(inner, method, self)
         return make(wrapped, request_deserializer=handler.request_deserializer, response_serializer=handler.response_serializer)
 
 
@@ -78,9 +88,10 @@ async def _fail(context: Any, method: str, err: Exception) -> None:
     await context.abort(grpc.StatusCode.INTERNAL, f"{method}: {type(err).__name__}: {err}")
 
 
-def _guard_unary(inner: Any, method: str) -> Any:
+def _guard_unary(inner: Any, method: str, gate: _ErrorInterceptor) -> Any:
     async def guarded(request: Any, context: Any) -> Any:
         try:
+            gate.check(method)
             return await inner(request, context)
         except grpc.aio.AbortError:
             raise
@@ -90,9 +101,10 @@ def _guard_unary(inner: Any, method: str) -> Any:
     return guarded
 
 
-def _guard_stream(inner: Any, method: str) -> Any:
+def _guard_stream(inner: Any, method: str, gate: _ErrorInterceptor) -> Any:
     async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
         try:
+            gate.check(method)
             answers = inner(request, context)
             if inspect.isawaitable(answers):
                 await answers
@@ -113,13 +125,23 @@ def _guard_stream(inner: Any, method: str) -> Any:
 class Server:
     """A running gRPC server with health and reflection."""
 
-    def __init__(self, server: grpc.aio.Server, health: Any, host: str, port: int) -> None:
-        self._server, self._health = server, health
+    def __init__(
+        self, server: grpc.aio.Server, health: Any, gate: _ErrorInterceptor, services: Sequence[str], host: str, port: int
+    ) -> None:
+        self._server, self._health, self._gate, self._services = server, health, gate, services
         self.host, self.port = host, port
 
     @property
     def address(self) -> str:
         return f"{self.host}:{self.port}"
+
+    async def open(self) -> None:
+        """Answer calls, and say SERVING."""
+        from grpc_health.v1 import health_pb2
+
+        self._gate.closed = ""
+        for name in self._services:
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
 
     async def drain(self, grace_s: float = 5.0) -> None:
         """Say NOT_SERVING, give clients a moment, let calls in flight end within `grace_s`, stop."""
@@ -137,18 +159,21 @@ async def serve(
     services: Sequence[str],
     *,
     options: Sequence[tuple[str, Any]] = (),
+    closed: str = "",
 ) -> Server:
     """Start a server on "host:port" (port 0 = any) with the servicers that `register` adds.
 
-    `services` are full names ("stretto.v1.RolloutService") for health and reflection. Raises UnavailableError when the
-    port is taken: SO_REUSEPORT is off, so two servers never share one silently.
+    `services` are full names ("stretto.v1.RolloutService") for health and reflection. `closed`: with what UNAVAILABLE calls
+    are answered until `Server.open`; the process ("") is healthy meanwhile, its services are NOT_SERVING. Raises
+    UnavailableError when the port is taken: SO_REUSEPORT is off, so two servers never share one silently.
     """
     from grpc_health.v1 import health, health_pb2, health_pb2_grpc
     from grpc_reflection.v1alpha import reflection
 
     endpoints.split(listen, "listen")
+    gate = _ErrorInterceptor(closed)
     server = grpc.aio.server(
-        interceptors=[_ErrorInterceptor()],
+        interceptors=[gate],
         options=[
             ("grpc.so_reuseport", 0),
             ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
@@ -167,16 +192,19 @@ async def serve(
         port = server.add_insecure_port(listen)
     except RuntimeError as err:
         raise UnavailableError(f"cannot listen on {listen}: {err}; is the port taken?") from None
+    for name in services:
+        await servicer.set(name, health_pb2.HealthCheckResponse.NOT_SERVING)
     await server.start()
-    for name in ("", *services):
-        await servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
-    return Server(server, servicer, listen.rpartition(":")[0], port)
+    made = Server(server, servicer, gate, services, listen.rpartition(":")[0], port)
+    if not closed:
+        await made.open()
+    return made
 
 
 # ------------------------------------------------------------------------------------------------------------ client
 
 
-def _options(idempotent: Sequence[str]) -> list[tuple[str, Any]]:
+def _options(service: str, idempotent: Sequence[str]) -> list[tuple[str, Any]]:
     """Channel options; `idempotent` are "stretto.v1.SchedulerService/GetStatus" names the channel may retry."""
     retry = {
         "maxAttempts": 4,
@@ -187,6 +215,8 @@ def _options(idempotent: Sequence[str]) -> list[tuple[str, Any]]:
     }
     names = [dict(zip(("service", "method"), name.split("/"), strict=True)) for name in idempotent]
     config: dict[str, Any] = {"loadBalancingConfig": [{"round_robin": {}}]}
+    if service:
+        config["healthCheckConfig"] = {"serviceName": service}
     if names:
         config["methodConfig"] = [{"name": names, "retryPolicy": retry}]
     return [
@@ -197,19 +227,20 @@ def _options(idempotent: Sequence[str]) -> list[tuple[str, Any]]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1_000),
+        ("grpc.dns_min_time_between_resolutions_ms", 1_000),  # a name may stand for another server after a failure
         ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
         ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ]
 
 
-def connect(target: str, *, idempotent: Sequence[str] = ()) -> grpc.aio.Channel:
-    """An asyncio channel. Every call on it must pass a timeout."""
-    return grpc.aio.insecure_channel(target, options=_options(idempotent))
+def connect(target: str, *, service: str = "", idempotent: Sequence[str] = ()) -> grpc.aio.Channel:
+    """An asyncio channel. Every call on it must pass a timeout. `service`: call only servers that say SERVING for it."""
+    return grpc.aio.insecure_channel(target, options=_options(service, idempotent))
 
 
-def connect_blocking(target: str, *, idempotent: Sequence[str] = ()) -> grpc.Channel:
-    """A channel for code without an event loop. Every call on it must pass a timeout."""
-    return grpc.insecure_channel(target, options=_options(idempotent))
+def connect_blocking(target: str, *, service: str = "", idempotent: Sequence[str] = ()) -> grpc.Channel:
+    """`connect` for code without an event loop."""
+    return grpc.insecure_channel(target, options=_options(service, idempotent))
 
 
 class _Repeats:

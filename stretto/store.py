@@ -41,7 +41,7 @@ from redis.exceptions import (
     TimeoutError,
 )
 
-from stretto.errors import FencedError, InvalidArgumentError, RefusedError, StrettoError, UnavailableError
+from stretto.errors import DeposedError, FencedError, InvalidArgumentError, RefusedError, StrettoError, UnavailableError
 
 log = logging.getLogger("stretto.store")
 T = TypeVar("T")
@@ -99,6 +99,7 @@ def _refusal(err: Exception) -> StrettoError | None:
         "REFUSED": RefusedError,
         "CHANGED": ChangedError,
         "LOST": StoreLostError,
+        "DEPOSED": DeposedError,
         "INVALID": InvalidArgumentError,
     }.get(word)
     return cls(message) if cls else None
@@ -163,7 +164,7 @@ class Store:
     # -------------------------------------------------------------------------------------------------- commands
 
     async def run(self, script: Script, keys: Sequence[str], args: Sequence[str | int | bytes], *, writes: bool = True) -> Any:
-        """The script's answer. Raises FencedError, RefusedError, ChangedError as the script says, UnavailableError after outage_s."""
+        """The script's answer. Raises what the script says, UnavailableError after outage_s."""
 
         async def once() -> Any:
             try:

@@ -14,7 +14,7 @@ import grpc
 
 from services.scheduler.controller import Controller, Prompts
 from services.scheduler.ledger import Ledger
-from services.scheduler.server import SERVICE, SchedulerServicer
+from services.scheduler.server import SchedulerServicer
 from stretto import recipe as recipes
 from stretto import rpc
 from stretto.store import Store
@@ -114,7 +114,7 @@ class World:
         self.controller = Controller(self.recipe, CountingLedger(self), self.prompts, exam, clock=self.clock)
         await self.controller.start()
         servicer = SchedulerServicer(self.controller)
-        self.server = await rpc.serve("127.0.0.1:0", lambda s: add_SchedulerServiceServicer_to_server(servicer, s), [SERVICE])
+        self.server = await rpc.serve("127.0.0.1:0", lambda s: add_SchedulerServiceServicer_to_server(servicer, s), [rpc.SCHEDULER])
         self.channel = rpc.connect(self.server.address)
         self.stub: Any = SchedulerServiceStub(self.channel)
         self.work = asyncio.create_task(self.controller.run())

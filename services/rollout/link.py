@@ -33,7 +33,7 @@ class SchedulerLink:
         self.epoch = 0
         """Of this replica's session; 0 until the first heartbeat is answered."""
         self._target = target
-        self._channel = rpc.connect(target)
+        self._channel = rpc.connect(target, service=rpc.SCHEDULER)
         self._stub: Any = SchedulerServiceStub(self._channel)
         self._is_away = False
 

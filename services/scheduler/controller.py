@@ -11,7 +11,8 @@
                                         2 evict what failed or is filtered: each is refilled by 1
                                         3 end and start evaluations
                                         4 tell a new phase
-    ticker (every TICK_S): expire leases (I9), see replicas leave, check that no newer scheduler took over
+    ticker (every TICK_S): expire leases (I9), see replicas leave
+    leader: says that this scheduler lives, hears when another took over (I6)
 
 Decisions are pure and live in admission, sampling, recovery and explain; this module owns time, tasks and waiting. All that
 a restart needs is in the ledger; what is kept here (rates, who waits) is rebuilt by listening.
@@ -36,7 +37,17 @@ from services.scheduler.evaluations import Evaluations, Exam
 from services.scheduler.groups import OPEN_STATES, Entry, State, View, Weights
 from services.scheduler.ledger import SNAPSHOT_FORMAT, LeaseGrant, Ledger, Opened, Reported, TrajectoryEnd, grants_of, opened_of
 from services.scheduler.sessions import Rate, Replica, sessions_of
-from stretto.errors import CorruptError, FencedError, FullError, InvalidArgumentError, NotFoundError, RefusedError, StaleError, StrettoError
+from stretto.errors import (
+    CorruptError,
+    DeposedError,
+    FencedError,
+    FullError,
+    InvalidArgumentError,
+    NotFoundError,
+    RefusedError,
+    StaleError,
+    StrettoError,
+)
 from stretto.recipe import Recipe
 from stretto.store import ChangedError
 from stretto.v1 import scheduler_pb2 as spb
@@ -52,6 +63,10 @@ DECIDE_MAX = 4
 """The mirror is old only after a repeated or cancelled operation: reading it anew once is enough."""
 TICK_MAX_S = 1.0
 """Expiry is looked for at least this often."""
+RENEWALS = 5
+"""Of the leadership within leader_s: a few may be late."""
+STANDBY_S, STANDBY_LEAST_S = 0.5, 0.01
+"""How often a standby asks whether the leader has resigned."""
 GOODBYE_S = 3.0
 """A draining replica that holds nothing and is silent this long has left."""
 FORGET_LEASES = 10
@@ -117,9 +132,17 @@ class Controller:
 
     # ---------------------------------------------------------------------------------------------------- life
 
-    async def start(self) -> None:
-        """Take over the run as it stands in the store. Raises RefusedError when the store belongs to other data."""
-        await self.ledger.claim()
+    async def start(self, place: str = "") -> None:
+        """Stand by while another place leads, then take over the run as it stands in the store.
+
+        `place`: host:port of this scheduler. Raises RefusedError when the store belongs to other data.
+        """
+        stood_by = ""
+        while (leader := await self.ledger.claim(place, self._rules.leader_s)) is not None:
+            if leader.place != stood_by:
+                stood_by = leader.place
+                log.info("standing_by", extra={"fields": {"leader": leader.place}})
+            await asyncio.sleep(min(leader.left_s, STANDBY_S) + STANDBY_LEAST_S)
         metrics.EPOCH.set(self.ledger.epoch)
         view = await self.ledger.view()
         now_s = self._clock()
@@ -153,11 +176,24 @@ class Controller:
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._pump())
                 group.create_task(self._tick())
+                group.create_task(self._lead())
         except BaseExceptionGroup as failed:
             err = failed.exceptions[0]
+            if isinstance(err, DeposedError):
+                raise FencedError(err.message) from None
             if isinstance(err, RefusedError | InvalidArgumentError) and not isinstance(err, FencedError):
                 raise StrettoError(f"the scheduler was refused by its own store: {err.message}") from None  # nobody's recipe is wrong
             raise err from None  # the group holds it: a cause that holds its effect is a loop
+
+    async def resign(self) -> None:
+        """Let a standby take over at once. Raises what the store raises."""
+        if self.ledger.epoch:
+            await self.ledger.lead(0)
+
+    async def _lead(self) -> None:
+        while True:
+            await self.ledger.lead(self._rules.leader_s)
+            await asyncio.sleep(self._rules.leader_s / RENEWALS)
 
     async def _pump(self) -> None:
         while True:
@@ -173,7 +209,6 @@ class Controller:
 
     async def tick(self) -> None:
         """I9: end what its deadline has ended."""
-        await self.ledger.check_epoch()
         async with self._turn:
             if self.ledger.outage:
                 await self.ledger.configure({})  # writes nothing but its answer: ends with the outage, or the process after outage_s
@@ -303,10 +338,11 @@ class Controller:
     def here(self) -> list[Replica]:
         return [r for r in self.replicas.values() if not r.is_gone]
 
-    def _check_replica(self, replica_id: str, epoch: int) -> Replica:
+    async def _check_replica(self, replica_id: str, epoch: int) -> Replica:
         """I6. Raises FencedError for an incarnation that is not the newest, NotFoundError for one that nobody remembers."""
         replica = self.replicas.get(replica_id)
         if replica is None or epoch > replica.epoch:
+            await self.ledger.lead(self._rules.leader_s)  # raises where the scheduler that leads may know it
             raise NotFoundError(f"replica {replica_id} epoch {epoch} is unknown here; begin with a heartbeat of epoch 0")
         if epoch < replica.epoch:
             raise FencedError(f"replica {replica_id} epoch {epoch} is older than {replica.epoch}; another process runs under its name")
@@ -334,7 +370,7 @@ class Controller:
         name, now_s = request.replica_id, self._clock()
         replica = self.replicas.get(name)
         if request.replica_epoch:
-            replica = self._check_replica(name, request.replica_epoch)
+            replica = await self._check_replica(name, request.replica_epoch)
         elif replica is None or not (request.incarnation and replica.incarnation == request.incarnation):
             return await self._join(request)
         is_new = replica.beat(request, now_s)
@@ -392,7 +428,7 @@ class Controller:
         self, replica_id: str, epoch: int, held: Weights, *, wanted: int, wait_s: float, operation_id: str
     ) -> tuple[list[Lease], str]:
         """Leases, or none and why. Waits up to `wait_s`. A repeated operation returns what it was granted the first time."""
-        self._check_replica(replica_id, epoch)
+        await self._check_replica(replica_id, epoch)
         began_s, until_s = time.monotonic(), time.monotonic() + min(wait_s, self._rules.wait_max_s)
         op = f"{replica_id}:{epoch}:{operation_id or uuid.uuid4().hex}"
         is_repeat_possible = True
@@ -400,7 +436,7 @@ class Controller:
         try:
             while True:
                 seen = self.changes.count
-                self._check_replica(replica_id, epoch)
+                await self._check_replica(replica_id, epoch)
                 grants, reason = await self._decide(lambda view: self._grant(view, replica_id, epoch, held, wanted, op))
                 if grants:
                     metrics.LEASE_WAIT_S.observe(time.monotonic() - began_s)
@@ -447,7 +483,7 @@ class Controller:
         ]
 
     async def report(self, replica_id: str, epoch: int, groups: Mapping[tuple[str, int], Sequence[TrajectoryEnd]]) -> Reported:
-        self._check_replica(replica_id, epoch)
+        await self._check_replica(replica_id, epoch)
         async with self._turn:
             done = await self.ledger.report(replica_id, epoch, groups, attempts_max=self._rules.attempts_max)
         self._moved_s = self._clock()
@@ -460,7 +496,7 @@ class Controller:
         return done
 
     async def return_leases(self, request: spb.ReturnLeasesRequest) -> None:
-        self._check_replica(request.replica_id, request.replica_epoch)
+        await self._check_replica(request.replica_id, request.replica_epoch)
         keeps = self._rules.partial_rollout
         leases = [(r.prompt_uid, r.attempt, {t.index: t.SerializeToString() for t in r.partials} if keeps else {}) for r in request.leases]
         async with self._turn:
@@ -477,9 +513,10 @@ class Controller:
 
     # ---------------------------------------------------------------------------------------------------- trainer
 
-    def _hear_trainer(self, view: View, epoch: int) -> None:
+    async def _hear_trainer(self, view: View, epoch: int) -> None:
         """I6. Raises FencedError for a trainer that is not the newest."""
         if epoch > view.run.trainer_epoch:
+            await self.ledger.lead(self._rules.leader_s)  # raises where the scheduler that leads may know it
             raise NotFoundError(
                 f"the store does not know trainer epoch {epoch}: it was lost; open the run again from the newest checkpoint"
             )
@@ -575,7 +612,7 @@ class Controller:
 
     async def _try_sample(self, view: View, trainer_epoch: int, step: int) -> list[pb.Group] | sampling.Wait | sampling.Drop:
         """The batch, read; what it waits for; or what was evicted, after which another may be tried."""
-        self._hear_trainer(view, trainer_epoch)
+        await self._hear_trainer(view, trainer_epoch)
         if step != view.run.committed + 1:
             raise StaleError(f"step {step} cannot be sampled: step {view.run.committed} is the newest committed")
         if batch := view.batch(step):
@@ -610,7 +647,7 @@ class Controller:
 
     async def commit_step(self, trainer_epoch: int, step: int, values: Mapping[str, float]) -> None:
         async def commit(view: View) -> tuple[list[Entry], bool]:
-            self._hear_trainer(view, trainer_epoch)
+            await self._hear_trainer(view, trainer_epoch)
             batch = view.batch(step)
             evaluation = self.evaluations.after_step(step, view.run.total_steps)
             fresh = await self.ledger.commit_step(trainer_epoch, step, [e.uid for e in batch], values, evaluation=evaluation)
@@ -629,7 +666,7 @@ class Controller:
 
     async def commit_checkpoint(self, trainer_epoch: int, step: int, path: str, cut_id: str = "") -> int:
         async with self._turn:
-            self._hear_trainer(await self.ledger.view(), trainer_epoch)
+            await self._hear_trainer(await self.ledger.view(), trainer_epoch)
             removed = await self.ledger.commit_checkpoint(trainer_epoch, step, path, cut_id=cut_id)
         log.info("checkpoint_committed", extra={"fields": {"step": step, "cut": cut_id, "groups_removed": removed}})
         self._note()
@@ -641,7 +678,7 @@ class Controller:
         """The ledger between `step` and the next, serialised. Raises StaleError when another step is the newest."""
         async with self._turn:
             view = await self.ledger.view()
-            self._hear_trainer(view, trainer_epoch)
+            await self._hear_trainer(view, trainer_epoch)
             if view.run.committed != step:
                 raise StaleError(f"a snapshot of step {step} cannot be taken: step {view.run.committed} is the newest committed")
             snapshot = await self.ledger.dump(self.recipe.run.name, step)

@@ -5,6 +5,7 @@ Keys, all `stretto:{run}:<name>` (the braces put a run into one slot of a cluste
     name             type    what                                                              lives
     op:<id>          string  the first answer of an operation (I1)                             OP_TTL_S
     epoch:scheduler  string  incarnation of the scheduler (I6)                                 for ever
+    leader           string  place (host:port) of the scheduler that leads; others stand by    scheduler.leader_s, renewed
     epoch:trainer    string  incarnation of the trainer (I6)                                   for ever
     replica_epochs   hash    replica -> its newest incarnation (I6)                            for ever
     meta             hash    the numbers of groups.RunState; rev, seq                          for ever
@@ -43,7 +44,7 @@ from services.scheduler import lines, payloads
 from services.scheduler.audit import Epochs, Snapshot
 from services.scheduler.groups import Entry, Kind, RunState, State, View
 from services.scheduler.recovery import Expiry
-from stretto.errors import FencedError, NotFoundError, RefusedError
+from stretto.errors import DeposedError, NotFoundError, RefusedError
 from stretto.store import Outage, Script, Store, StoreLostError
 from stretto.v1 import types_pb2 as pb
 from stretto.v1.ledger_pb2 import LedgerGroup, LedgerSnapshot
@@ -164,6 +165,15 @@ class Event:
     blob: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Leader:
+    """The scheduler that leads."""
+
+    place: str
+    left_s: float
+    """How long it leads unless it renews."""
+
+
 class Ledger:
     """All transitions of one run. Not for concurrent use: the controller takes its turn lock around decide-and-commit."""
 
@@ -175,6 +185,7 @@ class Ledger:
         self._num_in_flight = 0
         self.epoch = 0
         """I6: incarnation of this scheduler."""
+        self._place = ""
         self.num_events = 0
         """Events added since the start; a watcher looks again when it grows."""
 
@@ -186,19 +197,26 @@ class Ledger:
 
     # ---------------------------------------------------------------------------------------------------- machinery
 
-    async def claim(self, operation_id: str | None = None) -> int:
-        """Become the run's scheduler: older incarnations are fenced."""
-        keys = [self.key(f"op:{operation_id or uuid.uuid4().hex}"), self.key("epoch:scheduler")]
-        self.epoch = int(await self._store.run(self._scripts["claim"], keys, [OP_TTL_S]))
-        self._is_current = False
-        return self.epoch
+    async def claim(self, place: str = "", lead_s: float = 5.0) -> Leader | None:
+        """Become the run's scheduler for `lead_s`, unless another place leads: that one is the answer.
 
-    async def check_epoch(self) -> None:
-        """I6. Raises FencedError when a newer scheduler has claimed the run: looked for also while nothing else is written."""
-        await self._read_as_leader()
+        Older incarnations are deposed. Who starts again in the same place (host:port) waits for nobody.
+        """
+        keys = [self.key(f"op:{uuid.uuid4().hex}"), self.key("epoch:scheduler"), self.key("leader")]
+        epoch, leader, left_ms = await self._store.run(self._scripts["claim"], keys, [OP_TTL_S, place, int(lead_s * 1000)])
+        if not epoch:
+            return Leader(leader.decode(), max(0, left_ms) / 1000)
+        self.epoch, self._place = int(epoch), place
+        self._is_current = False
+        return None
+
+    async def lead(self, lead_s: float) -> None:
+        """Stay the leader for `lead_s` from now; 0 = resign. Raises DeposedError when a newer scheduler has claimed the run (I6)."""
+        keys = [self.key("epoch:scheduler"), self.key("leader")]
+        await self._store.run(self._scripts["lead"], keys, [self.epoch, self._place, int(lead_s * 1000)], writes=False)
 
     async def _read_as_leader(self, *commands: Sequence[str | int | bytes]) -> list[Any]:
-        """The answers of reads, taken at one moment at which this is the run's scheduler. Raises as `check_epoch`.
+        """The answers of reads, taken at one moment at which this is the run's scheduler. Raises DeposedError, StoreLostError.
 
         The mirror may be of a store that is gone: what is read beside it must be of the same one.
         """
@@ -206,7 +224,7 @@ class Ledger:
         if newest is None:
             raise StoreLostError("the store was emptied under the running scheduler: starting over from the newest checkpoint")
         if int(newest) != self.epoch:
-            raise FencedError(f"scheduler epoch {self.epoch} is not {int(newest)}; another scheduler took over; stop this one")
+            raise DeposedError(f"scheduler epoch {self.epoch} is not {int(newest)}; another scheduler took over this run; stop this one")
         return found
 
     async def _transition(
@@ -443,7 +461,7 @@ class Ledger:
         found["prompts"] = {uid: payload for uid, payload in found["prompts"].items() if uid in kept}
         for uid, trajectories in zip(records, await self.trajectories(list(records)), strict=True):
             found[f"traj:{uid}"] = trajectories
-        await self.check_epoch()
+        await self._read_as_leader()
         snapshot = LedgerSnapshot(format_version=SNAPSHOT_FORMAT, run=run, step=step, queue=queue)
         for name, fields_ in found.items():
             if fields_:

@@ -18,7 +18,6 @@ from stretto.v1 import scheduler_pb2 as spb
 from stretto.v1 import types_pb2 as pb
 from stretto.v1.scheduler_pb2_grpc import SchedulerServiceServicer
 
-SERVICE = "stretto.v1.SchedulerService"
 BATCH_PART_BYTES = 1 << 20
 """A message of SampleBatch is closed at this size: few messages a batch, and each far below the limit of gRPC."""
 LEDGER_PART_GROUPS = 500

@@ -40,7 +40,7 @@ class Ledger:
 
     def __init__(self, target: str, deadline_s: float, sleep: Callable[[float], object]) -> None:
         """`deadline_s` bounds how long a scheduler may be away."""
-        self._channel = rpc.connect_blocking(target)
+        self._channel = rpc.connect_blocking(target, service=rpc.SCHEDULER)
         self.stub = pb_grpc.SchedulerServiceStub(self._channel)
         self._deadline_s, self._sleep = deadline_s, sleep
         self.epoch = 0

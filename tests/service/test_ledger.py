@@ -10,7 +10,7 @@ from services.scheduler import audit, recovery
 from services.scheduler.groups import State
 from services.scheduler.ledger import Ledger, TrajectoryEnd
 from stretto import embedded
-from stretto.errors import FencedError, RefusedError
+from stretto.errors import DeposedError, FencedError, RefusedError
 from stretto.store import ChangedError, Store
 from stretto.v1 import types_pb2 as pb
 
@@ -227,7 +227,7 @@ async def test_i6_an_older_scheduler_trainer_or_replica_changes_nothing(ledger: 
     newer = Ledger(store, "test")
     await newer.claim()
     before = await states(newer)
-    with pytest.raises(FencedError, match="scheduler epoch 1 is not 2"):
+    with pytest.raises(DeposedError, match="scheduler epoch 1 is not 2"):
         await push(ledger, 1)
     assert await states(newer) == before
 

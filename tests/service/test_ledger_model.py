@@ -22,7 +22,7 @@ from services.scheduler import audit, recovery
 from services.scheduler.groups import State
 from services.scheduler.ledger import RESTORED_ATTEMPTS, Ledger, TrajectoryEnd
 from stretto import embedded
-from stretto.errors import FencedError, UnavailableError
+from stretto.errors import DeposedError, UnavailableError
 from stretto.store import Store, forget_run
 from stretto.v1 import types_pb2 as pb
 from stretto.v1.ledger_pb2 import LedgerSnapshot
@@ -116,17 +116,24 @@ class Machine(RuleBasedStateMachine):
 
     def when_full(self, act: Callable[[str, int], Awaitable[Any]], op: str, rev: int) -> None:
         """Refused, unless its first write frees memory: then all of it is done, and the next call repeats it."""
-        ledger, before = self.ledger, self.wait(self.ledger.snapshot())
+        ledger, before = self.ledger, self.seen()
         self.ledger = Ledger(self.hurried, self.run_name)
         self.ledger.epoch = ledger.epoch
         self.raw.config_set("maxmemory", 1)
         try:
             self.wait(act(op, rev))
         except UnavailableError:
-            assert self.wait(ledger.snapshot()) == before
+            self.ledger = ledger
+            assert self.seen() == before
         finally:
             self.raw.config_set("maxmemory", 0)
             self.ledger = ledger
+
+    def seen(self) -> audit.Snapshot:
+        """All of the store; hashes come in any order."""
+        snapshot = self.wait(self.ledger.snapshot())
+        entries, committed = (tuple(sorted(some, key=lambda e: e.uid)) for some in (snapshot.entries, snapshot.committed))
+        return replace(snapshot, entries=entries, committed=committed)
 
     def of(self, *states: str) -> list[str]:
         return [uid for uid, group in self.groups.items() if group.state in states]
@@ -153,7 +160,7 @@ class Machine(RuleBasedStateMachine):
         self.open_scheduler()
         try:
             self.wait(former.configure({"window": 1}))
-        except FencedError:
+        except DeposedError:
             return
         raise AssertionError("I6: a former scheduler wrote")
 

@@ -4,7 +4,8 @@
 -- ARGV  1 scheduler epoch   2 now, unix ms   3 how long the answer is remembered, s   4 revision decided on, '' = any
 --       5 arguments, a JSON object   6.. blobs
 -- Returns one JSON object: rev0 -> rev (of the ledger, before and after), what changed (set, del, meta, occ), the number
--- of events added, and the transition's answer `ans`. Refusals are error replies and change nothing: FENCED, REFUSED, CHANGED, LOST.
+-- of events added, and the transition's answer `ans`. Refusals are error replies and change nothing: FENCED, REFUSED, CHANGED,
+-- LOST, DEPOSED.
 -- I1: an operation runs once; a repeat returns the first answer (rev0 = -1: the caller's mirror is to be read again).
 -- I2: `save` and `remove` are the only writers of `groups` and change the counters with it.
 -- I6: an older scheduler epoch changes nothing.
@@ -14,7 +15,7 @@ if first_answer then return first_answer end
 local epoch = redis.call('GET', KEYS[2])
 if not epoch then return redis.error_reply('LOST the store was emptied: it does not know scheduler epoch ' .. ARGV[1]) end
 if epoch ~= ARGV[1] then
-  return redis.error_reply('FENCED scheduler epoch ' .. ARGV[1] .. ' is not ' .. tostring(epoch) .. '; another scheduler took over this run; stop this one')
+  return redis.error_reply('DEPOSED scheduler epoch ' .. ARGV[1] .. ' is not ' .. epoch .. '; another scheduler took over this run; stop this one')
 end
 local revision = tonumber(redis.call('HGET', KEYS[3], 'rev') or '0')
 if ARGV[4] ~= '' and tonumber(ARGV[4]) ~= revision then
