@@ -265,7 +265,7 @@ class Trainer:
         self.world, self.epoch = world, 0
 
     async def open(
-        self, resume: int = 0, *, total: int = 1000, op: str = "", cut_id: str = "", epoch_floor: int = 0
+        self, resume: int = 0, *, total: int = 1000, op: str = "", cut_id: str = "", cut_epoch: int = 1, epoch_floor: int = 0
     ) -> spb.OpenTrainerResponse:
         request = spb.OpenTrainerRequest(
             operation_id=op or uuid.uuid4().hex,
@@ -275,6 +275,7 @@ class Trainer:
             batch_groups=self.world.recipe.scheduler.batch_groups,
             cut_id=cut_id,
             epoch_floor=epoch_floor,
+            cut_trainer_epoch=cut_epoch,
         )
         answer: spb.OpenTrainerResponse = await self.world.call("OpenTrainer", request)
         self.epoch = answer.trainer_epoch or self.epoch
@@ -317,7 +318,8 @@ class Trainer:
         op = op or uuid.uuid4().hex
         half = len(snapshot) // 2
         parts = [
-            spb.RestoreLedgerRequest(operation_id=op, cut_id=cut_id, step=step, data=data) for data in (snapshot[:half], snapshot[half:])
+            spb.RestoreLedgerRequest(operation_id=op, cut_id=cut_id, step=step, trainer_epoch=self.epoch, data=data)
+            for data in (snapshot[:half], snapshot[half:])
         ]
         return await self.world.call("RestoreLedger", iter(parts))
 

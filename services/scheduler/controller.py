@@ -34,7 +34,7 @@ from google.protobuf.message import DecodeError
 from services.scheduler import admission, explain, lines, metrics, recovery, sampling
 from services.scheduler.changes import Changes
 from services.scheduler.evaluations import Evaluations, Exam
-from services.scheduler.groups import OPEN_STATES, Entry, State, View, Weights
+from services.scheduler.groups import Entry, OPEN_STATES, RunState, State, View, Weights
 from services.scheduler.ledger import SNAPSHOT_FORMAT, LeaseGrant, Ledger, Opened, Reported, TrajectoryEnd, grants_of, opened_of
 from services.scheduler.sessions import Rate, Replica, sessions_of
 from stretto.errors import (
@@ -148,15 +148,15 @@ class Controller:
         now_s = self._clock()
         self._ticked_s = now_s
         self.replicas = {name: Replica.of(name, rec, now_s) for name, rec in (await self.ledger.sessions()).items()}
-        await self.ledger.configure(self._settings(view))
+        await self.ledger.configure(self._settings(view.run))
         await self.evaluations.load(view)
         run = view.run
         fields = {"epoch": self.ledger.epoch, "committed": run.committed, "occupied": view.occupied, "cursor": run.cursor}
         log.info("ledger_opened", extra={"fields": fields})
 
-    def _settings(self, view: View) -> dict[str, int | str]:
+    def _settings(self, run: RunState) -> dict[str, int | str]:
         """The recipe's numbers, as far as the store does not know them yet."""
-        run, recipe = view.run, self.recipe
+        recipe = self.recipe
         data_key = f"{len(self._prompts)} prompts ({self._prompts.fingerprint()}), run.seed = {recipe.run.seed}"
         if run.data_key and run.data_key != data_key and run.cursor:
             raise RefusedError(
@@ -553,11 +553,11 @@ class Controller:
 
     async def _reopen(self, view: View, request: spb.OpenTrainerRequest, op: str) -> Opened:
         resume, is_empty = request.resume_step, _is_empty(view)
-        found = recovery.gap(resume, cut_id=request.cut_id, run=view.run, is_empty=is_empty)
+        found = recovery.gap(resume, cut_id=request.cut_id, cut_epoch=request.cut_trainer_epoch, run=view.run, is_empty=is_empty)
         if isinstance(found, recovery.Refused):
             raise RefusedError(found.reason)
         if found:
-            return Opened(0, "", 0, found.reason)
+            return Opened(view.run.trainer_epoch, "", 0, found.reason)
         taken = [*await self.ledger.committed(), *(e for e in view.entries.values() if e.state is State.CONSUMED)]
         plan = recovery.reopen(resume, checkpoint=view.run.checkpoint, taken=taken)
         if isinstance(plan, recovery.Refused):
@@ -577,7 +577,7 @@ class Controller:
             evaluation=self.evaluations.at_open(resume, request.total_steps, [key for key in results if key not in redone]),
             ordinal_first=self._lost_store(resume) if is_empty and resume else None,
             cut_id=request.cut_id,
-            epoch_floor=request.epoch_floor,
+            epoch_floor=max([request.epoch_floor, *(r.held.epoch for r in self.here())]),
             rev=view.rev,
             op=op,
         )
@@ -700,16 +700,24 @@ class Controller:
             view = await self.ledger.view()
             if (answer := await self.ledger.recall(op)) is not None:
                 return spb.RestoreLedgerResponse(num_groups=answer["groups"])
-            found = recovery.gap(request.step, cut_id=request.cut_id, run=view.run, is_empty=_is_empty(view))
+            if request.trainer_epoch != view.run.trainer_epoch:
+                raise FencedError(
+                    f"a restore asked for under trainer epoch {request.trainer_epoch}: {view.run.trainer_epoch} has opened the run since; "
+                    "stop this trainer"
+                )
+            kept = self.ledger.run_of(snapshot)
+            found = recovery.gap(request.step, cut_id=request.cut_id, cut_epoch=kept.trainer_epoch, run=view.run, is_empty=_is_empty(view))
             if not isinstance(found, recovery.SnapshotNeeded):
                 raise RefusedError(found.reason if found else f"the store can be continued at step {request.step}: nothing to restore")
             cursor = view.run.cursor
+            settings = self._settings(kept)  # raises before anything is replaced
             num = await self.ledger.restore(snapshot, request.cut_id, rev=view.rev, op=op)
             after = await self.ledger.view()
-            await self.ledger.configure(self._settings(after))
+            await self.ledger.configure(settings)
             await self.evaluations.load(after)
         again = max(0, cursor - after.run.cursor)
-        fields = {"cut": request.cut_id, "why": found.reason, "groups": num, "ordinals_again": again}
+        users_gone = max(0, view.run.user_next - kept.user_next)  # submitted after the cut: whoever did must do it again
+        fields = {"cut": request.cut_id, "why": found.reason, "groups": num, "ordinals_again": again, "user_prompts_gone": users_gone}
         log.warning("ledger_restored", extra={"fields": fields})
         self._note()
         return spb.RestoreLedgerResponse(num_groups=num, num_ordinals_again=again)

@@ -61,6 +61,8 @@ READ_GROUPS = 64
 _LUA = Path(__file__).parent / "lua"
 _INTEGERS = {f.name for f in fields(RunState) if f.type == "int"}
 _NAMES = {f.name for f in fields(RunState)}
+_KEPT = _NAMES | {"seq", "evaluation_next"}
+"""Fields of `meta` that come back with a snapshot; `rev` goes on."""
 
 
 def load_scripts() -> dict[str, Script]:
@@ -183,6 +185,8 @@ class Ledger:
         self._view: View | None = None
         self._is_current = False
         self._num_in_flight = 0
+        self._num_started = 0
+        """Transitions begun so far."""
         self.epoch = 0
         """I6: incarnation of this scheduler."""
         self._place = ""
@@ -247,6 +251,7 @@ class Ledger:
             json.dumps(args),
             *blobs,
         ]
+        self._num_started += 1
         self._is_current, self._num_in_flight = False, self._num_in_flight + 1  # refused or cancelled halfway: the mirror is read anew
         try:
             answer = json.loads(await self._store.run(self._scripts[name], [*common, *keys], argv))
@@ -274,6 +279,7 @@ class Ledger:
     async def view(self) -> View:
         """The snapshot to decide on; who does not hold the turn may get one that is a transition old."""
         if self._view is None or not (self._is_current or self._num_in_flight):
+            started = self._num_started if self._num_in_flight == 0 else -1
             meta, groups, occupancy = await self._store.run(
                 self._scripts["view"], [self.key("meta"), self.key("groups"), self.key("occupancy")], [], writes=False
             )
@@ -284,7 +290,8 @@ class Ledger:
                 entries={uid: entry_of(uid, json.loads(text)) for uid, text in _pairs(groups).items()},
                 occupancy={k: int(v) for k, v in _pairs(occupancy).items()},
             )
-            if self._view is None or self._view.rev <= read.rev:  # a transition may have ended while this was on its way
+            # A transition may have ended while this was on its way. If none did, the store itself went back (it lost its newest second).
+            if self._view is None or self._view.rev <= read.rev or started == self._num_started:
                 self._view, self._is_current = read, self._num_in_flight == 0
         return self._view
 
@@ -468,13 +475,18 @@ class Ledger:
                 snapshot.hashes[name].fields.update(fields_)
         return snapshot
 
+    @staticmethod
+    def run_of(snapshot: LedgerSnapshot) -> RunState:
+        return RunState(**_run_fields({name: value.decode() for name, value in snapshot.hashes["meta"].fields.items()}))
+
     async def restore(self, snapshot: LedgerSnapshot, cut_id: str, *, rev: int, op: str) -> int:
         """Replace the run's ledger by `snapshot`; answers how many open groups came back."""
         hashes = {name: dict(h.fields) for name, h in snapshot.hashes.items()}
         records = {uid: json.loads(text) for uid, text in hashes.pop("groups", {}).items()}
         for rec in records.values():
             rec["a"] += RESTORED_ATTEMPTS
-        meta = {name: value.decode() for name, value in hashes.pop("meta", {}).items() if name in _NAMES or name == "seq"}
+        meta = {name: value.decode() for name, value in hashes.pop("meta", {}).items() if name in _KEPT}
+        meta["pause_reason"] = (await self.view()).run.pause_reason  # what people say now counts
         here = [e.uid for e in (*(await self.view()).entries.values(), *await self.committed())]
         names = ["prompts", "committed", "steps", "evicted", "evaluations", "results", "queue"]
         names += sorted({f"traj:{uid}" for uid in here} | {name for name in hashes if name.startswith("traj:")})
@@ -683,7 +695,7 @@ def snapshot_of_cut(cut: LedgerSnapshot) -> Snapshot:
 def _applied(view: View | None, answer: Mapping[str, Any]) -> View | None:
     """The mirror after a transition; None when it does not fit and must be read anew."""
     if view is None or answer["rev0"] != view.rev:
-        return view if answer["rev0"] == answer["rev"] != -1 else None
+        return None
     if answer["rev"] == view.rev:
         return view
     entries = dict(view.entries)

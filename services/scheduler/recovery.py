@@ -41,9 +41,11 @@ class SnapshotNeeded:
     reason: str
 
 
-def gap(resume_step: int, *, cut_id: str, run: RunState, is_empty: bool) -> SnapshotNeeded | Refused | None:
+def gap(resume_step: int, *, cut_id: str, cut_epoch: int, run: RunState, is_empty: bool) -> SnapshotNeeded | Refused | None:
     """What lies between the store and the cut a trainer resumes from; None = nothing.
 
+    `cut_epoch` is the trainer epoch that wrote the cut. Opening raises the store's checkpoint to the resumed step, so steps
+    beyond it are all of the newest epoch: a cut of such a step by another epoch is of a history that was left.
     A trainer without a cut (base weights, or a checkpoint from before there were snapshots) has nothing to restore from.
     """
     if resume_step == 0 or not cut_id:
@@ -54,6 +56,10 @@ def gap(resume_step: int, *, cut_id: str, run: RunState, is_empty: bool) -> Snap
         return SnapshotNeeded(f"the store has lost the steps after {run.committed}")
     if resume_step < run.checkpoint:
         return SnapshotNeeded(f"the store is at the cut of step {run.checkpoint}, past this one")
+    if resume_step > run.checkpoint and cut_epoch != run.trainer_epoch:
+        return SnapshotNeeded(
+            f"the store's steps after {run.checkpoint} are of trainer epoch {run.trainer_epoch}, this cut is of {cut_epoch}"
+        )
     if resume_step == run.checkpoint and run.cut_id not in ("", cut_id):
         return Refused(
             f"the checkpoint of step {resume_step} is cut {cut_id}, but the store continues {run.cut_id}: they are of two histories; "

@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from stretto.cuts import SET_ASIDE
+from stretto.cuts import LEDGER, SET_ASIDE
 from stretto.errors import CorruptError, FencedError, RefusedError
 from stretto.process import is_alive
 
@@ -48,7 +48,7 @@ def _without_ledger(cut: dict[str, Any], state: dict[str, Any]) -> None:
 MIGRATIONS: dict[int, Migration] = {1: _without_ledger}
 """From format n to n + 1: changes (cut, state) in place. A version without an entry is refused by name (C8)."""
 
-STABLE, CUT, STATE, LEDGER, OWNER = "STABLE", "cut.json", "state.pt", "ledger.bin", "OWNER"
+STABLE, CUT, STATE, OWNER = "STABLE", "cut.json", "state.pt", "OWNER"
 _TMP = re.compile(r"\.tmp-(?P<what>[a-z]+(?:-\d+)?)-(?P<pid>\d+)")
 _STEP = re.compile(r"step-(?P<step>\d+)")
 

@@ -47,7 +47,7 @@ class Ledger:
         """Our fencing number; 0 before `open`."""
 
     def open(
-        self, resume_step: int, address: str, total_steps: int, batch_groups: int, *, cut_id: str, epoch_floor: int
+        self, resume_step: int, address: str, total_steps: int, batch_groups: int, *, cut_id: str, cut_epoch: int, epoch_floor: int
     ) -> pb.OpenTrainerResponse:
         """Take over the run after `resume_step`, unless the answer says that the ledger must be restored first.
 
@@ -60,6 +60,7 @@ class Ledger:
             total_steps=total_steps,
             batch_groups=batch_groups,
             cut_id=cut_id,
+            cut_trainer_epoch=cut_epoch,
             epoch_floor=epoch_floor,
         )
         answer = self._until_heard("OpenTrainer", lambda: self.stub.OpenTrainer(request, timeout=CALL_S))
@@ -93,13 +94,20 @@ class Ledger:
         )
 
     def restore(self, step: int, cut_id: str, snapshot: bytes) -> pb.RestoreLedgerResponse:
-        """Put the ledger back to that cut. Raises RefusedError when the store can be continued as it is."""
+        """Put the ledger back to that cut, as the answer to `open` asked.
+
+        Raises RefusedError when the store can be continued as it is, FencedError when another trainer opened it since.
+        """
         operation_id = uuid.uuid4().hex
 
         def parts() -> Iterator[pb.RestoreLedgerRequest]:
             for begin in range(0, max(1, len(snapshot)), PART_BYTES):
                 yield pb.RestoreLedgerRequest(
-                    operation_id=operation_id, cut_id=cut_id, step=step, data=snapshot[begin : begin + PART_BYTES]
+                    operation_id=operation_id,
+                    cut_id=cut_id,
+                    step=step,
+                    trainer_epoch=self.epoch,
+                    data=snapshot[begin : begin + PART_BYTES],
                 )
 
         return self._until_heard(f"RestoreLedger {cut_id}", lambda: self.stub.RestoreLedger(parts(), timeout=BATCH_S))

@@ -225,7 +225,15 @@ class Loop:
 
         def attempt() -> pb.OpenTrainerResponse:
             cut_id = cut.cut_id if cut else ""
-            return self._ledger.open(k, self._address, self._total, self._recipe.scheduler.batch_groups, cut_id=cut_id, epoch_floor=floor)
+            return self._ledger.open(
+                k,
+                self._address,
+                self._total,
+                self._recipe.scheduler.batch_groups,
+                cut_id=cut_id,
+                cut_epoch=cut.trainer_epoch if cut else 0,
+                epoch_floor=floor,
+            )
 
         opened = attempt()
         if not opened.snapshot_needed:

@@ -503,6 +503,7 @@ class OpenTrainerRequest(_message.Message):
     BATCH_GROUPS_FIELD_NUMBER: _builtins.int
     CUT_ID_FIELD_NUMBER: _builtins.int
     EPOCH_FLOOR_FIELD_NUMBER: _builtins.int
+    CUT_TRAINER_EPOCH_FIELD_NUMBER: _builtins.int
     operation_id: _builtins.str
     resume_step: _builtins.int
     """Step of the checkpoint resumed from; 0 = base weights."""
@@ -516,6 +517,8 @@ class OpenTrainerRequest(_message.Message):
     """Id of the cut resumed from; empty = base weights."""
     epoch_floor: _builtins.int
     """Newest trainer epoch that the caller knows of (its checkpoint's, the relay's): the answer's is greater."""
+    cut_trainer_epoch: _builtins.int
+    """The trainer epoch that wrote that cut; 0 = base weights."""
     def __init__(
         self,
         *,
@@ -526,10 +529,11 @@ class OpenTrainerRequest(_message.Message):
         batch_groups: _builtins.int = ...,
         cut_id: _builtins.str = ...,
         epoch_floor: _builtins.int = ...,
+        cut_trainer_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "batch_groups", b"batch_groups", "cut_id", b"cut_id", "epoch_floor", b"epoch_floor", "operation_id", b"operation_id", "resume_step", b"resume_step", "total_steps", b"total_steps"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "batch_groups", b"batch_groups", "cut_id", b"cut_id", "cut_trainer_epoch", b"cut_trainer_epoch", "epoch_floor", b"epoch_floor", "operation_id", b"operation_id", "resume_step", b"resume_step", "total_steps", b"total_steps"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -544,7 +548,7 @@ class OpenTrainerResponse(_message.Message):
     NUM_REOPENED_FIELD_NUMBER: _builtins.int
     SNAPSHOT_NEEDED_FIELD_NUMBER: _builtins.int
     trainer_epoch: _builtins.int
-    """Fencing epoch of this trainer, and the trainer_epoch of its WeightsIds."""
+    """Fencing epoch of this trainer, and the trainer_epoch of its WeightsIds. With snapshot_needed: of the store's newest trainer."""
     event_id: _builtins.str
     """Newest event id at this moment: where to begin watching."""
     num_reopened: _builtins.int
@@ -620,12 +624,15 @@ class RestoreLedgerRequest(_message.Message):
     CUT_ID_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
+    TRAINER_EPOCH_FIELD_NUMBER: _builtins.int
     operation_id: _builtins.str
     """First message only."""
     cut_id: _builtins.str
     step: _builtins.int
     data: _builtins.bytes
     """The next part of a serialised LedgerSnapshot."""
+    trainer_epoch: _builtins.int
+    """First message only: trainer_epoch of the answer that asked for the snapshot. Fenced when another trainer has opened since."""
     def __init__(
         self,
         *,
@@ -633,10 +640,11 @@ class RestoreLedgerRequest(_message.Message):
         cut_id: _builtins.str = ...,
         step: _builtins.int = ...,
         data: _builtins.bytes = ...,
+        trainer_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut_id", b"cut_id", "data", b"data", "operation_id", b"operation_id", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cut_id", b"cut_id", "data", b"data", "operation_id", b"operation_id", "step", b"step", "trainer_epoch", b"trainer_epoch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

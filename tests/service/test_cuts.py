@@ -187,6 +187,9 @@ async def test_two_histories_are_not_mixed(held: Held) -> None:
     trainer = Trainer(held.world)
     with pytest.raises(RefusedError, match="is cut step-2-other, but the store continues step-2-0a1b2c3d: they are of two histories"):
         await trainer.open(2, cut_id="step-2-other")
+    with pytest.raises(FencedError, match="asked for under trainer epoch 0: 1 has opened the run since"):
+        await trainer.restore(2, CUT, held.snapshot)
+    trainer.epoch = held.trainer.epoch
     with pytest.raises(RefusedError, match="nothing to restore"):
         await trainer.restore(2, CUT, held.snapshot)
     wrong = LedgerSnapshot.FromString(held.snapshot)

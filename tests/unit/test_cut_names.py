@@ -1,18 +1,20 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from stretto import cuts
-from stretto.errors import InvalidArgumentError, NotFoundError
+from stretto.errors import InvalidArgumentError, NotFoundError, RefusedError
 
 
 def checkpoints(folder: Path, *steps: int, torn: tuple[int, ...] = ()) -> Path:
     for step in (*steps, *torn):
         (folder / f"step-{step}").mkdir()
         if step in steps:
-            (folder / f"step-{step}" / "STABLE").touch()
+            (folder / f"step-{step}" / "ledger.bin").write_bytes(b"ledger")
+            (folder / f"step-{step}" / "STABLE").write_text(json.dumps({"files": {"ledger.bin": 6}}))
     return folder
 
 
@@ -45,4 +47,20 @@ def test_a_step_without_a_stable_checkpoint_is_named_with_those_there_are(tmp_pa
     folder = checkpoints(tmp_path, 5, 10, torn=(15,))
     with pytest.raises(NotFoundError, match=r"step=15: .* there are: 5, 10"):
         cuts.go_back(folder, 15)
+    assert names(folder) == ["step-10", "step-15", "step-5"]
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "flaw"),
+    [
+        ("ledger.bin", "", "ledger.bin has 0 bytes, not 6"),
+        ("STABLE", "{", "its STABLE marker is torn"),
+        ("STABLE", '{"files": {}}', "it holds no ledger.bin: an older build wrote it"),
+    ],
+)
+def test_a_checkpoint_that_the_run_cannot_go_back_to_moves_nothing(tmp_path: Path, file: str, content: str, flaw: str) -> None:
+    folder = checkpoints(tmp_path, 5, 10, 15)
+    (folder / "step-10" / file).write_text(content)
+    with pytest.raises(RefusedError, match=flaw):
+        cuts.go_back(folder, 10)
     assert names(folder) == ["step-10", "step-15", "step-5"]

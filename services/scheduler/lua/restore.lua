@@ -8,9 +8,11 @@
 -- I6       epochs, sessions and remembered answers stay: a fenced writer stays fenced.
 
 for n = 7, #KEYS do redis.call('DEL', KEYS[n]) end
+local evaluation_next = get('evaluation_next')
 redis.call('DEL', KEYS[3], KEYS[4], KEYS[5])
 redis.call('HSET', KEYS[3], 'rev', revision)
 for field, value in pairs(args.meta) do set(field, value) end
+if evaluation_next > get('evaluation_next') then set('evaluation_next', evaluation_next) end -- an id names one evaluation for ever
 set('committed', args.step)
 set('checkpoint', args.step)
 set('cut_id', args.cut_id)
