@@ -219,7 +219,9 @@ class _Launch:
         except StrettoError:
             picture = None
         if outcome is None:
-            console.print(f"stopped; stretto run {self._config} goes on from the newest checkpoint in {folder / 'checkpoints'}", highlight=False)
+            console.print(
+                f"stopped; stretto run {self._config} goes on from the newest checkpoint in {folder / 'checkpoints'}", highlight=False
+            )
             return INTERRUPTED_CODE
         if outcome.exit_code != 0:
             _blame(console, outcome)

@@ -34,7 +34,7 @@ from google.protobuf.message import DecodeError
 from services.scheduler import admission, explain, lines, metrics, recovery, sampling
 from services.scheduler.changes import Changes
 from services.scheduler.evaluations import Evaluations, Exam
-from services.scheduler.groups import Entry, OPEN_STATES, RunState, State, View, Weights
+from services.scheduler.groups import OPEN_STATES, Entry, RunState, State, View, Weights
 from services.scheduler.ledger import SNAPSHOT_FORMAT, LeaseGrant, Ledger, Opened, Reported, TrajectoryEnd, grants_of, opened_of
 from services.scheduler.sessions import Rate, Replica, sessions_of
 from stretto.errors import (

@@ -15,7 +15,7 @@ from stretto.errors import FencedError, NotFoundError, RefusedError, StaleError,
 from stretto.store import StoreLostError
 from stretto.v1 import scheduler_pb2 as spb
 from stretto.v1.ledger_pb2 import LedgerSnapshot
-from tests.scheduler_world import Replica, Trainer, World, recipe_of, ring
+from tests.scheduler_world import NumberedPrompts, Replica, Trainer, World, recipe_of, ring
 
 CUT = "step-2-0a1b2c3d"
 
@@ -241,3 +241,86 @@ async def test_users_prompts_that_waited_at_the_cut_wait_again(valkey: Valkey, h
         trained += await trainer.step(step)
     assert {"u0", "u1"} <= set(trained)
     await held.world.verify()
+
+
+# ------------------------------------------------------------------------------------------------ what must not get through
+
+
+async def test_a_trainer_that_stood_still_before_it_restored_does_not_rewind_its_successor(valkey: Valkey, held: Held) -> None:
+    world = held.world
+    await wipe(valkey.url)
+    await world.restart()
+    zombie, trainer, replica = Trainer(world), Trainer(world), Replica(world)
+    assert (await zombie.open(2, cut_id=CUT)).snapshot_needed  # and is stopped here
+    await trainer.open(2, cut_id=CUT)
+    await trainer.restore(2, CUT, held.snapshot)
+    await trainer.open(2, cut_id=CUT)
+    await replica.hold(trainer.epoch, 2)
+    await replica.poll()
+    await replica.finish()
+    await trainer.step(3)
+    with pytest.raises(FencedError, match="has opened the run since"):
+        await zombie.restore(2, CUT, held.snapshot)
+    assert (await world.status()).committed_step == 3
+
+
+async def test_a_checkpoint_of_a_history_that_was_left_is_not_continued_as_if_it_were_the_stores(held: Held) -> None:
+    """Its trainer was stopped while it wrote step 3; another took over at 2, trained its own step 3, and died."""
+    world, first = held.world, held.trainer
+    await first.step(3)
+    second = Trainer(world)
+    await second.open(2, cut_id=CUT)
+    await second.step(3)
+    opened = await Trainer(world).open(3, cut_id="step-3-first", cut_epoch=first.epoch)
+    assert opened.snapshot_needed == "the store's steps after 2 are of trainer epoch 2, this cut is of 1"
+    assert not (await Trainer(world).open(3, cut_id="step-3-second", cut_epoch=second.epoch)).snapshot_needed
+
+
+async def test_another_dataset_is_refused_before_anything_is_replaced(valkey: Valkey, held: Held) -> None:
+    world = held.world
+    await wipe(valkey.url)
+    await world.stop()
+    world.prompts = NumberedPrompts(fingerprint="others")
+    await world.start()
+    trainer = Trainer(world)
+    with pytest.raises(RefusedError, match="would mean other prompts"):
+        await trainer.restore(2, CUT, held.snapshot)
+    assert (await trainer.open(2, cut_id=CUT)).snapshot_needed, "still: nothing was restored"
+
+
+async def test_a_pause_that_was_lifted_after_the_cut_does_not_come_back(valkey: Valkey, held: Held) -> None:
+    world = held.world
+    await world.call("Pause", spb.PauseRequest(reason="backup"))
+    snapshot = await held.trainer.snapshot(2)
+    await world.call("Resume", spb.ResumeRequest())
+    await wipe(valkey.url)
+    await world.restart()
+    await Trainer(world).restore(2, CUT, snapshot)
+    assert (await world.status()).pause_reason == ""
+
+
+async def test_a_new_trainer_is_above_what_any_replica_holds_also_if_store_and_relay_are_lost(valkey: Valkey, held: Held) -> None:
+    world = held.world
+    await wipe(valkey.url)
+    await world.restart()
+    survivor, trainer = Replica(world, "r-elsewhere"), Trainer(world)
+    await survivor.hold(9, 5)
+    await trainer.restore(2, CUT, held.snapshot)
+    assert (await trainer.open(2, cut_id=CUT, epoch_floor=0)).trainer_epoch == 10
+
+
+async def test_the_mirror_follows_a_store_that_lost_its_newest_second(valkey: Valkey, held: Held) -> None:
+    """As after a power cut of the store's machine under a scheduler that lives on."""
+    world, trainer = held.world, held.trainer
+    async with redis.asyncio.Redis.from_url(valkey.url) as client:
+        before = {key: await client.dump(key) for key in [key async for key in client.scan_iter()]}
+        await trainer.step(3)
+        async with client.pipeline(transaction=True) as pipe:
+            pipe.flushall()
+            for key, value in before.items():
+                pipe.restore(key, 0, value or b"")
+            await pipe.execute()
+    await held.replica.beat()
+    again = Trainer(world)
+    assert (await again.open(3, cut_id="step-3-x")).snapshot_needed == "the store has lost the steps after 2"
+    assert (await world.status()).committed_step == 2

@@ -137,7 +137,7 @@ def test_ctrl_c_stops_in_order_and_names_the_way_back(start: Callable[[str], sub
     children = children_of(run.pid)
     run.send_signal(signal.SIGINT)
     text, _ = run.communicate(timeout=30)
-    assert (run.returncode, "the same command goes on" in text) == (130, True), text
+    assert (run.returncode, "stopped; stretto run" in text) == (130, True), text
     assert not any(map(process.is_alive, children))
 
 
