@@ -164,7 +164,8 @@ class Controller:
                 "prompts; restore the data or give the new run another run.name"
             )
         values: dict[str, int | str] = {"data_key": data_key, "window_recipe": recipe.window}
-        if run.window_recipe != recipe.window:
+        most = (recipe.scheduler.max_lag + 1) * recipe.scheduler.batch_groups
+        if run.window_recipe != recipe.window or run.window > most:  # SetWindow's answer stays, as far as max_lag still allows it
             values["window"] = recipe.window
         if not run.total_steps:
             values["total_steps"] = recipe.trainer.steps

@@ -370,7 +370,7 @@ class Ledger:
         return int(answer["returned"])
 
     async def expire(self, lost: Sequence[Expiry], *, attempts_max: int, op: str | None = None) -> int:
-        leases = [{"u": e.uid, "a": e.attempt, "w": e.reason} for e in lost]
+        leases = [{"u": e.uid, "a": e.attempt, "w": e.reason, "f": e.is_failure} for e in lost]
         answer = await self._transition("expire", {"attempts_max": attempts_max, "leases": leases}, op=op)
         return int(answer["expired"])
 

@@ -96,6 +96,8 @@ class Expiry:
     uid: str
     attempt: int
     reason: str
+    is_failure: bool = True
+    """Whether it counts against attempts_max."""
 
 
 def lost_leases(view: View, sessions: Mapping[str, Session], *, now_s: float, lease_s: float, group_deadline_s: float) -> list[Expiry]:
@@ -115,10 +117,10 @@ def lost_leases(view: View, sessions: Mapping[str, Session], *, now_s: float, le
 
 
 def forgotten(view: View, replica: str, believed: Iterable[str], *, now_s: float, lease_s: float) -> list[Expiry]:
-    """Leases the store counts as `replica`'s of which it knows nothing."""
+    """Leases the store counts as `replica`'s of which it knows nothing: the answer that granted them was lost, nobody tried."""
     known, grace_s = set(believed), min(ORPHAN_GRACE_S, lease_s)
     return [
-        Expiry(e.uid, e.attempt, f"replica {replica} does not hold it")
+        Expiry(e.uid, e.attempt, f"replica {replica} does not hold it", is_failure=False)
         for e in view.leases_of(replica)
         if e.uid not in known and now_s - e.granted_ms / 1000 > grace_s
     ]

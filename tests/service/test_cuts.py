@@ -324,3 +324,24 @@ async def test_the_mirror_follows_a_store_that_lost_its_newest_second(valkey: Va
     again = Trainer(world)
     assert (await again.open(3, cut_id="step-3-x")).snapshot_needed == "the store has lost the steps after 2"
     assert (await world.status()).committed_step == 2
+
+
+async def test_a_poisonous_prompt_ends_by_name_and_does_not_come_back_after_a_resume(valkey: Valkey, held: Held) -> None:
+    world, replica = held.world, held.replica
+    (poison, *_) = list(replica.leases)
+    for _ in range(world.recipe.scheduler.attempts_max):
+        await replica.poll()
+        await replica.report(replica.ends(poison, fails=True, indices=[1]))
+        replica.leases.pop(poison)
+    failed = (await world.events(until="failed"))[-1]
+    assert (failed.labels["uid"], failed.labels["reason"]) == (poison, "attempts exhausted: it broke")
+    snapshot = await held.trainer.snapshot(2)
+    await wipe(valkey.url)
+    await world.restart()
+    trainer = Trainer(world)
+    await trainer.restore(2, CUT, snapshot)
+    await trainer.open(2, cut_id=CUT)
+    await world.until_full()
+    assert poison not in (await world.controller.ledger.view()).entries
+    verdict = await world.verify()
+    assert dict(verdict.evicted_by_reason) == {"attempts exhausted": 1}

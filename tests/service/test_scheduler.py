@@ -275,6 +275,15 @@ async def test_set_window_changes_the_window_survives_a_restart_and_drops_nothin
             await world.call("SetWindow", spb.SetWindowRequest(window=13))
 
 
+async def test_a_window_that_a_lower_max_lag_no_longer_allows_gives_way_to_the_recipes(valkey: Valkey) -> None:
+    async with ring(valkey.url, recipe_of(window=4)) as (world, _, _replica):
+        await world.call("SetWindow", spb.SetWindowRequest(window=12))
+        await world.stop()
+        world.recipe = recipe_of(window=4, max_lag=0)
+        await world.start()
+        assert (await world.status()).occupancy.window == 4
+
+
 # --------------------------------------------------------------------------------------------------- weights and lag
 
 
@@ -513,6 +522,8 @@ async def test_a_lease_its_replica_never_heard_of_is_issued_again(valkey: Valkey
         await world.pass_s(11)
         await replica.beat()
         assert (await world.status()).occupancy.running == 0
+        entries = (await world.controller.ledger.view()).entries
+        assert {(entries[uid].attempt, entries[uid].failures) for uid in ("d0", "d1")} == {(1, 0)}, "nobody tried"
 
 
 async def test_a_restarted_replica_fences_its_former_self(valkey: Valkey) -> None:
